@@ -1,0 +1,1 @@
+"""What every other package stands on, without torch: records, configuration, errors, random streams."""

@@ -1,0 +1,173 @@
+"""Multi-head latent attention over a pool of latent rows, dense or over the indexer's selection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from yunque.model.config import ModelConfig
+from yunque.model.forward import Step
+from yunque.model.indexer import Indexer, IndexQuery
+from yunque.model.layers import Linear, RMSNorm
+from yunque.ops.blockwise.expanded_attention import attend_expanded
+from yunque.ops.blockwise.index_kl import index_kl
+from yunque.ops.blockwise.invariant_attention import attend_invariant, select_invariant
+from yunque.ops.blockwise.latent_attention import attend_latent
+from yunque.ops.blockwise.selection import select
+from yunque.ops.reference.index_kl import AttentionTarget
+from yunque.ops.rotary import rotate
+from yunque.ops.rows import pad_rows, per_head
+from yunque.ops.visibility import Selection, Visibility
+
+# Shapes: T tokens, P pool rows, D model, H heads, E query/key width, N and V widths of the two halves of kv_b per
+# head (keys without rotation, values), Q query latent, C latent, R latent + rotary width, F rotary pairs.
+
+#: How much longer a multiply takes over gathered rows than inside a fused kernel (measured, two-core CPU).
+GATHER_COST = 3.0
+
+
+@dataclass(frozen=True)
+class AttentionOutput:
+    """Output [T, D], the selection it used (``None``: all visible keys) and the indexer's KL loss."""
+
+    out_TD: Tensor
+    selection: Selection | None
+    index_kl: Tensor | None
+
+
+class Attention(nn.Module):
+    """MLA (DeepSeek-V2 report, 2.1) with an optional lightning indexer.
+
+    Cached rows are [normed latent | rotated key]; the absorbed form attends to them directly, the expanded form
+    first makes keys and values per head. Both are exact; the cheaper one for the shapes at hand is taken.
+    """
+
+    def __init__(self, config: ModelConfig, layer: int, *, invariant: bool) -> None:
+        super().__init__()
+        self.config = config
+        self.layer = layer
+        self.invariant = invariant
+        D, H = config.hidden_size, config.num_attention_heads
+        self.q_a_proj = Linear(D, config.q_lora_rank, invariant=invariant)
+        self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.latent_eps)
+        self.q_b_proj = Linear(config.q_lora_rank, H * config.qk_head_dim, invariant=invariant)
+        self.kv_a_proj_with_mqa = Linear(D, config.latent_dim, invariant=invariant)
+        self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.latent_eps)
+        self.kv_b_proj = Linear(config.kv_lora_rank, H * (config.qk_nope_head_dim + config.v_head_dim), invariant=invariant)
+        self.o_proj = Linear(H * config.v_head_dim, D, invariant=invariant)
+        self.indexer = Indexer(config, invariant=invariant) if config.has_indexer(layer) else None
+        self.scale = config.qk_head_dim**-0.5
+
+    def forward(self, x_TD: Tensor, step: Step, below: Selection | None, *, reuse: bool = False) -> AttentionOutput:
+        """``x_TD`` is the normed input, ``below`` the selection of the nearest full layer below: shared layers use
+        it, and with ``reuse`` (later MTP steps) so does a layer that owns an indexer."""
+        mode, visibility = step.mode, step.view.visibility
+        latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
+        q_THE = self._queries(latent_TQ, step)[: step.num_tokens]
+        pool_PR = step.view.write(self.layer, "latent", self._latent_rows(x_TD, step)[: step.num_tokens])
+        selection, loss = below, None
+        if self.indexer is None or mode.attention == "dense" and mode.index_loss_T is None:
+            selection = below if mode.attention == "sparse" else None
+        else:
+            with torch.set_grad_enabled(mode.index_loss_T is not None and step.index_grad):
+                keys_Td = self.indexer.keys(x_TD, step.phase_TF)[: step.num_tokens]
+                keys_Pd = step.view.write(self.layer, "index", keys_Td)
+                query = self.indexer.queries(x_TD, latent_TQ, step.phase_TF).first(step.num_tokens)
+                if not reuse:
+                    selection = self._select(query, keys_Pd, step)
+                if not reuse and mode.index_loss_T is not None:
+                    loss = self._index_loss(query, keys_Pd, self._absorb(q_THE), pool_PR, selection, step)
+        if mode.attention == "sparse":
+            selection = mode.imposed_selection(self.layer) or selection
+        out_THV = self._attend(q_THE, pool_PR, visibility, selection)
+        out_TX = out_THV.flatten(1)
+        return AttentionOutput(self.o_proj(pad_rows(out_TX) if self.invariant else out_TX), selection, loss)
+
+    def _queries(self, latent_TQ: Tensor, step: Step) -> Tensor:
+        config = self.config
+        q_THE = self.q_b_proj(latent_TQ).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
+        nope, rope = q_THE.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
+        turned = rotate(rope, step.phase_TF, interleaved=config.rope_interleave)
+        return torch.cat((nope, turned), dim=-1)
+
+    def _latent_rows(self, x_TD: Tensor, step: Step) -> Tensor:
+        config = self.config
+        latent, rope = self.kv_a_proj_with_mqa(x_TD).split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
+        turned = rotate(rope, step.phase_TF, interleaved=config.rope_interleave)
+        return torch.cat((self.kv_a_layernorm(latent), turned), dim=-1)
+
+    def _select(self, query: IndexQuery, keys_Pd: Tensor, step: Step) -> Selection | None:
+        """The indexer's choice; ``None`` where every query keeps all it sees, or where attention is dense."""
+        mode, topk = step.mode, self.config.index_topk
+        if mode.attention == "dense" or (step.view.visibility.max_visible <= topk and not mode.always_score):
+            return None
+        if self.invariant:
+            return select_invariant(query.q_TJd, keys_Pd, query.w_TJ, step.view.visibility, topk)
+        return select(query.q_TJd, keys_Pd, query.w_TJ, step.view.visibility, topk, always_score=mode.always_score)
+
+    def _index_loss(
+        self, query: IndexQuery, keys_Pd: Tensor, q_THR: Tensor, pool_PR: Tensor, selection: Selection | None, step: Step
+    ) -> Tensor:
+        assert step.mode.index_loss_T is not None
+        target = AttentionTarget(q_THR.detach(), pool_PR.detach(), self.scale)
+        loss = index_kl(
+            query.q_TJd,
+            keys_Pd,
+            query.w_TJ,
+            [target],
+            step.view.visibility,
+            weights_T=step.mode.index_loss_T,
+            selection=selection,
+        )
+        return loss.sum
+
+    def _kv_up(self) -> tuple[Tensor, Tensor]:
+        """The two halves of kv_b per head: keys [H, N, C] and values [H, V, C]."""
+        config = self.config
+        rows = (config.qk_nope_head_dim, config.v_head_dim)
+        key_HNC, value_HVC = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, sum(rows))).split(rows, dim=1)
+        return key_HNC, value_HVC
+
+    def _absorb(self, q_THE: Tensor) -> Tensor:
+        """Queries against latent rows: [q_nope W_k | q_rope], [T, H, R]."""
+        nope = self.config.qk_nope_head_dim
+        folded = per_head(q_THE[..., :nope], self._kv_up()[0], invariant=self.invariant)
+        return torch.cat((folded, q_THE[..., nope:]), dim=-1)
+
+    def _attend(self, q_THE: Tensor, pool_PR: Tensor, visibility: Visibility, selection: Selection | None) -> Tensor:
+        """Attention output per head [T, H, V] by the form that needs fewer operations."""
+        if self.invariant or self._latent_is_cheaper(q_THE.shape[0], visibility, selection is not None):
+            attend = attend_invariant if self.invariant else attend_latent
+            out_THC = attend(
+                self._absorb(q_THE),
+                pool_PR,
+                visibility,
+                scale=self.scale,
+                value_dim=self.config.kv_lora_rank,
+                selection=selection,
+            )
+            return per_head(out_THC, self._kv_up()[1].transpose(1, 2), invariant=self.invariant)
+        k_PHE, v_PHV = self._expand(pool_PR, visibility)
+        return attend_expanded(q_THE, k_PHE, v_PHV, visibility, scale=self.scale, selection=selection)
+
+    def _expand(self, pool_PR: Tensor, visibility: Visibility) -> tuple[Tensor, Tensor]:
+        """Keys [P, H, E] and values [P, H, V] per head, for the pool rows up to the last one that anybody sees."""
+        config = self.config
+        pool_PR = pool_PR[: visibility.num_rows]
+        latent, rope = pool_PR.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
+        heads = self.kv_b_proj(latent).unflatten(-1, (config.num_attention_heads, -1))
+        nope, value_PHV = heads.split((config.qk_nope_head_dim, config.v_head_dim), dim=-1)
+        rope = rope[:, None].expand(-1, config.num_attention_heads, -1)
+        return torch.cat((nope, rope), dim=-1), value_PHV
+
+    def _latent_is_cheaper(self, num_queries: int, visibility: Visibility, selected: bool) -> bool:
+        """Compare multiplications per head: folding and attending to latents against expanding and attending."""
+        config = self.config
+        up = config.kv_lora_rank * (config.qk_nope_head_dim + config.v_head_dim)
+        expanded = visibility.num_rows * up
+        expanded += num_queries * visibility.mean_visible * (config.qk_head_dim + config.v_head_dim)
+        seen = GATHER_COST * config.index_topk if selected else visibility.mean_visible
+        latent = num_queries * (up + seen * (config.latent_dim + config.kv_lora_rank))
+        return latent < expanded

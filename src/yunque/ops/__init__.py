@@ -1,0 +1,1 @@
+"""The numeric primitives: plain references that are the specification, and portable tuned versions."""

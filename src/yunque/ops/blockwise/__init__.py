@@ -1,0 +1,1 @@
+"""Tuned PyTorch that works in tiles: memory linear in tokens, on any device."""

@@ -1,0 +1,1 @@
+"""Short, plain versions of every primitive: what the fast ones must equal."""

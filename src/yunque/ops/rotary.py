@@ -1,0 +1,28 @@
+"""Rotary position embedding with few operations: a pair is a complex number, a rotation is one product."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from yunque.ops.reference.rotary import rotary_table
+
+# Shapes: T tokens, F pairs (half the rotary width); x is [T, ..., 2F].
+
+
+def rotary_phases(positions_T: Tensor, *, width: int, theta: float, dtype: torch.dtype) -> Tensor:
+    """cos + i sin of every pair's angle, complex [T, F]; ``dtype`` float64 gives complex128, others complex64."""
+    cos_TF, sin_TF = rotary_table(positions_T, width=width, theta=theta)
+    wide = torch.promote_types(dtype, torch.float32)
+    return torch.complex(cos_TF.to(wide), sin_TF.to(wide))
+
+
+def rotate(x: Tensor, phase_TF: Tensor, *, interleaved: bool) -> Tensor:
+    """As ``reference.rotary.rotate`` with the phases of ``rotary_phases``; arithmetic in fp32 or wider."""
+    wide = x.to(phase_TF.real.dtype)
+    phase = phase_TF.view(phase_TF.shape[0], *[1] * (x.dim() - 2), phase_TF.shape[1])
+    if interleaved:
+        return torch.view_as_real(torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * phase).flatten(-2).to(x.dtype)
+    first, second = wide.chunk(2, dim=-1)
+    cos, sin = phase.real, phase.imag
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

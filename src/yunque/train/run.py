@@ -1,0 +1,82 @@
+"""A whole run: every stage in order, finished ones skipped, the last one's model written out, a summary."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from yunque.core.config import to_toml
+from yunque.core.files import write_atomic
+from yunque.ops.device import pick_device
+from yunque.train.curves import StageCurve, draw_curves
+from yunque.train.results import RunSummary, StageResult
+from yunque.train.settings import RunConfig
+from yunque.train.signals import Interrupted, StopRequest
+from yunque.train.stage_run import METRICS, run_stage
+from yunque.train.vocabulary import prepare_text
+from yunque.train.workshop import Workshop
+from yunque.weights.models import convert
+
+SUMMARY = "summary.json"
+CURVES = "curves.png"
+MODEL = "model"
+
+
+def execute(
+    run: RunConfig,
+    console: Console,
+    *,
+    stop: StopRequest | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> RunSummary:
+    """Train all stages of ``run`` in its folder, going on where an earlier process left off.
+
+    Leaves ``run.toml``, a folder per stage (metrics, snapshots, record), ``curves.png``, ``summary.json`` and
+    the final model as a checkpoint folder. Raises ``Interrupted`` after saving when the run is asked to stop.
+    """
+    if run.threads:
+        torch.set_num_threads(run.threads)
+    device = pick_device(run.device)
+    folder = run.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    text = prepare_text(run.tokenizer, run.data, folder / "tokenizer")
+    shop = Workshop(
+        run=run, text=text, device=device, console=console, stop=stop or StopRequest(), clock=clock
+    )
+    results: list[StageResult] = []
+    try:
+        for index in range(len(run.stage)):
+            results.append(run_stage(shop, index, results[-1] if results else None))
+            if shop.stop.requested and index + 1 < len(run.stage):
+                raise Interrupted(
+                    f"stopped by {shop.stop.requested} after stage {results[-1].title!r}; the same "
+                    "command goes on from there"
+                )
+    finally:
+        _draw(shop)
+    write_atomic(folder / "run.toml", to_toml(run))
+    summary = RunSummary(name=run.name, stages=tuple(results), model=str(_export(shop, results[-1])))
+    summary.write(folder / SUMMARY)
+    return summary
+
+
+def _export(shop: Workshop, last: StageResult) -> Path:
+    """The final model as a folder that Hugging Face, vLLM and SGLang load; made from the last stage's
+    snapshot."""
+    return convert(shop.folder / last.snapshot, shop.folder / MODEL, overwrite=True)
+
+
+def _draw(shop: Workshop) -> None:
+    """Draw the curves of all stages that have begun."""
+    curves, before = [], 0
+    for index, stage in enumerate(shop.run.stage):
+        metrics = shop.stage_folder(index) / METRICS
+        if metrics.exists():
+            curves.append(StageCurve(stage.title, metrics, before))
+        before += stage.tokens
+    if curves:
+        draw_curves(curves, shop.folder / CURVES)
