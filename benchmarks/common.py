@@ -16,9 +16,7 @@ from typing import Any
 def options(description: str, *, seeds: Sequence[int]) -> argparse.ArgumentParser:
     """``--quick``, ``--seeds`` (one repetition each) and ``--json``; a benchmark may add its own."""
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--quick", action="store_true", help="a smoke run in seconds; its figures mean nothing"
-    )
+    parser.add_argument("--quick", action="store_true", help="a smoke run in seconds; its figures mean nothing")
     parser.add_argument(
         "--seeds", type=int, nargs="+", default=list(seeds), metavar="N", help="one repetition for each seed"
     )
@@ -39,9 +37,7 @@ def report(
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     for line in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    line = json.dumps(
-        {"benchmark": benchmark, "commit": commit(), "machine": machine(), "figures": dict(figures)}
-    )
+    line = json.dumps({"benchmark": benchmark, "commit": commit(), "machine": machine(), "figures": dict(figures)})
     print(line, flush=True)
     if to is not None:
         to.write_text(line + "\n", encoding="utf-8")
@@ -77,9 +73,7 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next(
-        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine()
-    )
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def _cell(value: object) -> str:

@@ -39,10 +39,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="yunque-loading-") as scratch:
         folder = Path(scratch) / "checkpoint"
         size = _child("make_quick" if arguments.quick else "make", folder)["bytes"]
-        pairs = [
-            _pair(folder, swapped=bool(seed % 2))
-            for seed in arguments.seeds[: 2 if arguments.quick else None]
-        ]
+        pairs = [_pair(folder, swapped=bool(seed % 2)) for seed in arguments.seeds[: 2 if arguments.quick else None]]
     time_ratio = statistics.median(pair["load"]["seconds"] / pair["read"]["seconds"] for pair in pairs)
     memory_ratio = statistics.median(pair["load"]["peak_bytes"] / size for pair in pairs)
     rows = [

@@ -33,9 +33,7 @@ class Case:
         """Sum and both gradients of the chunked form."""
         hidden_TD = self.hidden_TD.detach().requires_grad_()
         weight_VD = self.weight_VD.detach().requires_grad_()
-        out = linear_cross_entropy(
-            hidden_TD, weight_VD, self.targets_T, self.weights_T, chunk_tokens=chunk_tokens
-        )
+        out = linear_cross_entropy(hidden_TD, weight_VD, self.targets_T, self.weights_T, chunk_tokens=chunk_tokens)
         seed = torch.tensor(grad, dtype=out.sum.dtype)
         grad_hidden_TD, grad_weight_VD = torch.autograd.grad(out.sum, (hidden_TD, weight_VD), seed)
         return out.sum.detach(), grad_hidden_TD, grad_weight_VD
@@ -93,9 +91,7 @@ def test_two_tokens_worked_by_hand():
     assert weight_VD.grad is not None
     assert weight_VD.grad.flatten().tolist() == pytest.approx([-0.25, 0.25], abs=1e-6)
     assert hidden_TD.grad is not None
-    assert hidden_TD.grad.flatten().tolist() == pytest.approx(
-        [0.75 * math.log(3), -0.5 * math.log(3)], rel=1e-5
-    )
+    assert hidden_TD.grad.flatten().tolist() == pytest.approx([0.75 * math.log(3), -0.5 * math.log(3)], rel=1e-5)
 
 
 def test_every_chunk_size_gives_the_same_numbers():
@@ -108,9 +104,7 @@ def test_every_chunk_size_gives_the_same_numbers():
 
 def test_log_probs_and_hits_equal_the_specification():
     case = make_case(num_tokens=90, hidden=5, vocab=6)
-    got = linear_cross_entropy(
-        case.hidden_TD, case.weight_VD, case.targets_T, case.weights_T, chunk_tokens=16
-    )
+    got = linear_cross_entropy(case.hidden_TD, case.weight_VD, case.targets_T, case.weights_T, chunk_tokens=16)
     expected = reference.linear_cross_entropy(
         case.hidden_TD.double(), case.weight_VD.double(), case.targets_T, case.weights_T
     )
@@ -235,9 +229,7 @@ def test_without_gradients_only_the_logits_are_multiplied():
 def test_a_frozen_head_gets_no_gradient_work():
     case = make_case(num_tokens=32, hidden=4, vocab=30, live=1.0)
     with Allocations() as seen:
-        out = linear_cross_entropy(
-            case.hidden_TD.requires_grad_(), case.weight_VD, case.targets_T, case.weights_T
-        )
+        out = linear_cross_entropy(case.hidden_TD.requires_grad_(), case.weight_VD, case.targets_T, case.weights_T)
         out.sum.backward()
     assert seen.products == [(32, 30), (32, 4)]
     assert not out.log_probs_T.requires_grad
@@ -302,6 +294,4 @@ def test_shapes_and_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="chunk_tokens is 0"):
         case.run(chunk_tokens=0)
     with pytest.raises(ValueError, match="detach"):
-        linear_cross_entropy(
-            case.hidden_TD, case.weight_VD, case.targets_T, case.weights_T.clone().requires_grad_()
-        )
+        linear_cross_entropy(case.hidden_TD, case.weight_VD, case.targets_T, case.weights_T.clone().requires_grad_())

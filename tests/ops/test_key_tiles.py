@@ -35,11 +35,7 @@ def test_dense_tiles_cover_every_live_query_once_and_stay_in_budget():
     assert torch.cat([tile.rows_B for tile in tiles]).tolist() == weights_T.nonzero().flatten().tolist()
     for tile in tiles:
         assert isinstance(tile, _SharedKeys)
-        assert (
-            len(tile.rows_B) == 8
-            or len(tile.rows_B) * (tile.end - tile.begin) * 4 <= 4096
-            or tile is tiles[-1]
-        )
+        assert len(tile.rows_B) == 8 or len(tile.rows_B) * (tile.end - tile.begin) * 4 <= 4096 or tile is tiles[-1]
 
 
 def test_hidden_keys_are_those_after_the_query():

@@ -17,8 +17,7 @@ LOOKALIKES = [
     "<",
 ]
 TEXT = st.lists(
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=6)
-    | st.sampled_from([*LOOKALIKES, "\n", " ", "é😀"]),
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=6) | st.sampled_from([*LOOKALIKES, "\n", " ", "é😀"]),
     max_size=4,
 ).map("".join)
 JSON = st.recursive(
@@ -36,9 +35,7 @@ def _calls() -> st.SearchStrategy[tuple[ToolCall, ...]]:
 
 
 CONTENT = (
-    TEXT
-    | st.builds("{}<think>{}</think>{}".format, TEXT, TEXT, TEXT)
-    | st.builds("{}</think>{}".format, TEXT, TEXT)
+    TEXT | st.builds("{}<think>{}</think>{}".format, TEXT, TEXT, TEXT) | st.builds("{}</think>{}".format, TEXT, TEXT)
 )
 MESSAGES = st.lists(
     st.one_of(
@@ -72,9 +69,7 @@ def _tool(draw: st.DrawFn) -> ToolSpec:
     }
     for key in draw(st.lists(st.sampled_from(sorted(optional)), unique=True)):
         function[key] = draw(optional[key])
-    return ToolSpec.from_openai(
-        {"type": "function", "function": function} if draw(st.booleans()) else function
-    )
+    return ToolSpec.from_openai({"type": "function", "function": function} if draw(st.booleans()) else function)
 
 
 TOOLS = st.lists(_tool(), max_size=3)

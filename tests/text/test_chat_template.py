@@ -59,9 +59,7 @@ def test_template_renders_what_the_code_renders(
     as_text: bool,
 ) -> None:
     """zai-org/GLM-5#158 too: arguments as JSON text and as objects give the same string."""
-    ours = Renderer(tokenizer, chat_format).render_text(
-        messages, tools, add_generation_prompt=prompts, **options
-    )
+    ours = Renderer(tokenizer, chat_format).render_text(messages, tools, add_generation_prompt=prompts, **options)
     shapes = [openai(message, as_text) for message in messages]
     raws = [tool.raw for tool in tools]
     assert jinja(chat_format, shapes, tools=raws, add_generation_prompt=prompts, **options) == ours
@@ -81,9 +79,7 @@ def test_text_parts_render_like_their_text(chat_format: ChatFormat) -> None:
 
 
 @pytest.mark.parametrize("chat_format", ChatFormat)
-def test_missing_content_is_empty_where_null_may_not_be(
-    tokenizer: Tokenizer, chat_format: ChatFormat
-) -> None:
+def test_missing_content_is_empty_where_null_may_not_be(tokenizer: Tokenizer, chat_format: ChatFormat) -> None:
     """huggingface/transformers#45422: transformers drops null fields before it renders."""
     shapes = [
         {"role": "user", "content": "x"},

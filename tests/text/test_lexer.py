@@ -30,9 +30,7 @@ def reference(text: str) -> list[Symbol]:
 
 
 @given(TEXT, st.data())
-def test_tags_in_text_are_found_however_tokens_cut_them(
-    tokenizer: Tokenizer, text: str, data: st.DataObject
-) -> None:
+def test_tags_in_text_are_found_however_tokens_cut_them(tokenizer: Tokenizer, text: str, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)))))
     parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     ids = [token for part in parts for token in tokenizer.encode(part)]

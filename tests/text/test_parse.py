@@ -51,9 +51,7 @@ def arguments_of(events: list[Event], index: int) -> str:
     return "".join(e.arguments for e in events if isinstance(e, ToolCallDelta) and e.index == index)
 
 
-def rendered_turn(
-    tokenizer: Tokenizer, chat_format: ChatFormat, message: Message
-) -> tuple[list[int], list[int]]:
+def rendered_turn(tokenizer: Tokenizer, chat_format: ChatFormat, message: Message) -> tuple[list[int], list[int]]:
     """The prompt and the ids of an assistant turn after one user message, its ending token included."""
     rendered = Renderer(tokenizer, chat_format).render([USER, message], close_last_turn=True)
     (span,) = rendered.turns
@@ -135,9 +133,7 @@ def strings(value: Any) -> list[str]:
     texts = [value.content, value.reasoning or ""]
     for call in value.tool_calls:
         texts += [call.name, *call.arguments]
-        texts += [
-            v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in call.arguments.values()
-        ]
+        texts += [v if isinstance(v, str) else json.dumps(v, ensure_ascii=False) for v in call.arguments.values()]
     return texts
 
 
@@ -206,9 +202,7 @@ def test_two_calls_streamed_leave_no_text(tokenizer: Tokenizer) -> None:
     call = "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>"
     for text, text_tags in ((call + call, False), (f"{call}\n{call}\n", False), (call + call, True)):
         encode = tokenizer.encode if text_tags else tokenizer.encode_with_special
-        events, result = streamed(
-            TurnParser(tokenizer, in_reasoning=False, text_tags=text_tags), encode(text)
-        )
+        events, result = streamed(TurnParser(tokenizer, in_reasoning=False, text_tags=text_tags), encode(text))
         assert result.tool_calls == (ToolCall("f", {"a": 1}),) * 2
         assert [e for e in events if isinstance(e, TextDelta | Malformed)] == []
         assert [arguments_of(events, index) for index in (0, 1)] == ['{"a": 1}'] * 2
@@ -258,9 +252,7 @@ def test_an_unknown_tool_is_reported_and_is_no_call(tokenizer: Tokenizer) -> Non
     """PrimeIntellect-ai/renderers#114: some engines drop it without a word."""
     text = "Ok.<tool_call>serch<arg_key>q</arg_key><arg_value>x</arg_value></tool_call><|observation|>"
     tools = [ToolSpec.from_openai({"name": "search"})]
-    events, result = streamed(
-        TurnParser(tokenizer, tools, in_reasoning=False), tokenizer.encode_with_special(text)
-    )
+    events, result = streamed(TurnParser(tokenizer, tools, in_reasoning=False), tokenizer.encode_with_special(text))
     (failure,) = result.failures
     assert failure.reason is FailureReason.UNKNOWN_TOOL
     assert "'serch'" in failure.detail
@@ -269,10 +261,7 @@ def test_an_unknown_tool_is_reported_and_is_no_call(tokenizer: Tokenizer) -> Non
     assert failure.index is None
     assert (result.content, result.tool_calls, result.finish_reason) == ("Ok.", (), "stop")
     assert not [e for e in events if isinstance(e, ToolCallStart | ToolCallDelta)]
-    assert (
-        parsed(tokenizer, "<tool_call>f</tool_call>", tools=[]).failures[0].reason
-        is FailureReason.UNKNOWN_TOOL
-    )
+    assert parsed(tokenizer, "<tool_call>f</tool_call>", tools=[]).failures[0].reason is FailureReason.UNKNOWN_TOOL
 
 
 @pytest.mark.parametrize(

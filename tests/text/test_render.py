@@ -83,9 +83,7 @@ def test_generation_prompts(
 )
 def test_reasoning_of_past_turns(tokenizer: Tokenizer, name: str, options: dict[str, Any], turn: str) -> None:
     effort = MAX if name in ("glm-5.2", "glm-5.3") else ""
-    expected = (
-        f"[gMASK]<sop>{effort}<|system|>Be brief.<|user|>hi<|assistant|>{turn}<|user|>bye<|assistant|><think>"
-    )
+    expected = f"[gMASK]<sop>{effort}<|system|>Be brief.<|user|>hi<|assistant|>{turn}<|user|>bye<|assistant|><think>"
     assert Renderer(tokenizer, name).render_text(GREETING, add_generation_prompt=True, **options) == expected
 
 
@@ -203,9 +201,7 @@ def test_tools_block(tokenizer: Tokenizer, name: str, lines: str) -> None:
     assert text == (
         f"[gMASK]<sop>{effort}<|system|>\n# Tools\n\n"
         "You may call one or more functions to assist with the user query."
-        "\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
-        + lines
-        + "</tools>"
+        "\n\nYou are provided with function signatures within <tools></tools> XML tags:\n<tools>\n" + lines + "</tools>"
         "\n\nFor each function call, "
         "output the function name and arguments within the following XML format:\n"
         "<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>{arg-value-1}</arg_value>"
@@ -224,9 +220,7 @@ def test_ids_spell_the_text_and_every_id_has_an_author(
 ) -> None:
     renderer = Renderer(tokenizer, chat_format)
     rendered = renderer.render(messages, tools, close_last_turn=closes, **options)
-    assert tokenizer.decode(rendered.tokens) == renderer.render_text(
-        messages, tools, close_last_turn=closes, **options
-    )
+    assert tokenizer.decode(rendered.tokens) == renderer.render_text(messages, tools, close_last_turn=closes, **options)
     assert len(rendered.authors) == len(rendered.tokens)
     inside = {i for turn in rendered.turns for i in range(turn.start, turn.stop)}
     assert sum(turn.stop - turn.start for turn in rendered.turns) == len(inside)
@@ -237,9 +231,7 @@ def test_ids_spell_the_text_and_every_id_has_an_author(
         assert messages[turn.message_index].role == "assistant"
         assert turn.has_end == (rendered.tokens[turn.stop - 1] in tokenizer.special.eos_ids)
     for author in (Author.USER, Author.SYSTEM, Author.TOOL):
-        ids = {
-            token for token, writer in zip(rendered.tokens, rendered.authors, strict=True) if writer is author
-        }
+        ids = {token for token, writer in zip(rendered.tokens, rendered.authors, strict=True) if writer is author}
         assert ids.isdisjoint(tokenizer.special.ids.values())
 
 
@@ -335,9 +327,7 @@ def test_what_cannot_be_rendered_is_refused(tokenizer: Tokenizer) -> None:
     renderer = Renderer(tokenizer, "glm-5.2")
     with pytest.raises(TemplateError, match="at least one message"):
         renderer.render([])
-    with pytest.raises(
-        TemplateError, match=r"'thinking'.*valid: clear_thinking, enable_thinking, reasoning_effort"
-    ):
+    with pytest.raises(TemplateError, match=r"'thinking'.*valid: clear_thinking, enable_thinking, reasoning_effort"):
         renderer.render([USER], thinking=False)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TemplateError, match="close_last_turn"):
         renderer.render([USER], add_generation_prompt=True, close_last_turn=True)

@@ -34,8 +34,6 @@ def test_missing_tokens_are_named_except_the_one_no_format_uses() -> None:
         ("", False),
     ],
 )
-def test_a_prompt_says_whether_its_answer_starts_mid_thought(
-    tokenizer: Tokenizer, prompt: str, opens: bool
-) -> None:
+def test_a_prompt_says_whether_its_answer_starts_mid_thought(tokenizer: Tokenizer, prompt: str, opens: bool) -> None:
     """vllm-project/vllm#31319, waybarrios/vllm-mlx#725: the opening tag is in the prompt, not the output."""
     assert tokenizer.special.opens_reasoning(tokenizer.encode_with_special(prompt)) is opens

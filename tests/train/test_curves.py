@@ -18,7 +18,7 @@ def test_a_png_is_drawn_from_stages_with_and_without_metrics(tmp_path: Path) -> 
         sink = JsonlSink(path)
         sink.write(0, {"heldout_dense": 4.0, "heldout_sparse": 4.5})
         for step in range(1, 6):
-            name = "index_kl" if title == "dsa_warmup" else "lm_loss"
+            name = "index_kl" if title == "dsa_warmup" else "loss"
             sink.write(step, {"tokens": 20.0 * step, name: 4.0 / step})
         sink.close()
     picture = draw_curves(curves, tmp_path / "curves.png")

@@ -9,7 +9,7 @@ from rich.console import Console
 from toy_training import ToyLoader, ToyModel, toy_loss, toy_state
 
 from yunque.model.batch import PackedBatch
-from yunque.train._seam import LossOutput
+from yunque.model.objectives import LossOutput
 from yunque.train.loop import fit
 from yunque.train.progress import ProgressHook
 

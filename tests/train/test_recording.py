@@ -29,7 +29,7 @@ def test_every_step_leaves_one_line_with_its_report(tmp_path: Path) -> None:
     rows = list(read_jsonl(tmp_path / "metrics.jsonl"))
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert [row["tokens"] for row in rows] == [24, 48, 72]
-    assert all(row["lm_loss"] == pytest.approx(row["loss"], rel=1e-6) for row in rows)
+    assert all(row["loss"] == pytest.approx(row["objective"], rel=1e-6) for row in rows)
     assert {"lr", "grad_norm", "tokens_per_s", "seconds", "expert_imbalance"} <= rows[0].keys()
 
 

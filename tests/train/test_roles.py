@@ -13,9 +13,7 @@ GLM5 = preset("glm-5")
 
 
 def _layouts(optimizer: OptimizerConfig) -> dict[str, MatrixLayout | None]:
-    return {
-        a.name.removeprefix("model.layers.3."): a.layout for a in assign(module_specs(GLM5), optimizer, GLM5)
-    }
+    return {a.name.removeprefix("model.layers.3."): a.layout for a in assign(module_specs(GLM5), optimizer, GLM5)}
 
 
 def test_muon_split_cuts_the_up_projections_of_glm5_into_the_blocks_of_the_report() -> None:

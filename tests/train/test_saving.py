@@ -29,9 +29,7 @@ def _saved_steps(
     """(step, metric) of every snapshot of a run of 24 tokens a step that is evaluated every second step."""
     saved: list[tuple[int, float | None]] = []
     values = iter(losses or [])
-    evaluation = EvaluationHook(
-        lambda: {"loss": next(values)}, "loss", every_tokens=48 if losses else 0, sinks=[]
-    )
+    evaluation = EvaluationHook(lambda: {"loss": next(values)}, "loss", every_tokens=48 if losses else 0, sinks=[])
     state = toy_state(clock=clock)
 
     def save(metric: float | None) -> Path:
@@ -77,9 +75,7 @@ def test_a_request_to_stop_saves_and_says_where_and_how_to_go_on() -> None:
         return Path("somewhere/step-2")
 
     hook = SnapshotHook(save, evaluation, stop, every_tokens=0, every_s=0.0, keeps_best=True)
-    with pytest.raises(
-        Interrupted, match=r"SIGINT after step 2; saved somewhere/step-2; .* goes on from there"
-    ):
+    with pytest.raises(Interrupted, match=r"SIGINT after step 2; saved somewhere/step-2; .* goes on from there"):
         fit(state, iter(ToyLoader()), toy_loss, steps=9, hooks=[AskToStop(), hook])
     assert saved == [(2, None)]
 
@@ -104,7 +100,5 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    time.sleep(60)\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == -signal.SIGINT

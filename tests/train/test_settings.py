@@ -36,9 +36,7 @@ def test_a_new_rope_base_holds_from_its_stage_on() -> None:
 
 def test_overrides_reach_one_stage_or_all_and_the_model(tmp_path: Path) -> None:
     path = _write(tmp_path)
-    run = load_run(
-        path, ["stage.sft.tokens=8192", "model.hidden_size=48", "stage.pretrain.schedule.lr_peak=1e-3"]
-    )
+    run = load_run(path, ["stage.sft.tokens=8192", "model.hidden_size=48", "stage.pretrain.schedule.lr_peak=1e-3"])
     assert run.stage[4].tokens == 8192
     assert run.stage[0].tokens == 512
     assert run.stage[0].schedule.lr_peak == 1e-3
@@ -67,9 +65,7 @@ def test_overrides_reach_one_stage_or_all_and_the_model(tmp_path: Path) -> None:
         ("stage.pretrain.schedule.warmup_tokens=512", "leaves nothing of 512 tokens"),
     ],
 )
-def test_a_wrong_run_is_refused_with_the_file_and_the_valid_choice(
-    tmp_path: Path, override: str, message: str
-) -> None:
+def test_a_wrong_run_is_refused_with_the_file_and_the_valid_choice(tmp_path: Path, override: str, message: str) -> None:
     path = _write(tmp_path)
     with pytest.raises(ConfigError, match=message) as error:
         load_run(path, [override])

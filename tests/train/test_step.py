@@ -30,7 +30,7 @@ def test_microbatches_of_unequal_size_equal_one_big_batch() -> None:
     b = train_step(whole, [_documents(6, 3)], toy_loss)
     assert a.loss == pytest.approx(b.loss, rel=1e-6)
     assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-5)
-    assert a.metrics["lm_loss"] == pytest.approx(a.loss, rel=1e-6)
+    assert a.metrics["loss"] == pytest.approx(a.objective, rel=1e-6)
     for p, q in zip(parts.model.parameters(), whole.model.parameters(), strict=True):
         assert (p - q).abs().max() < 1e-6
     assert (a.step, a.tokens, a.step_tokens) == (1, 9, 9)
@@ -73,7 +73,7 @@ def test_a_non_finite_number_stops_before_anything_moves_and_names_the_place(whe
     assert "step 2 after 8 tokens" in message
     assert "corpus:19" in message
     assert ("corpus:18" in message) == (where == "gradient")
-    assert ("microbatch 2 of 2" in message and "loss = nan" in message) or "lm_head.weight" in message
+    assert ("microbatch 2 of 2" in message and "objective = nan" in message) or "lm_head.weight" in message
     assert state.step == 1
     assert all(torch.equal(t, before[n]) for n, t in state.model.state_dict().items())
     assert all(torch.equal(t, moments[n]) for n, t in state.optimizer.state().items())

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from yunque.model.batch import PackedBatch
 from yunque.model.config import ModelConfig
 from yunque.model.names import TensorSpec, role_of
+from yunque.model.objectives import LossOutput, Ratio
 from yunque.model.presets import preset
-from yunque.train._seam import LossOutput, Ratio
 from yunque.train.optimizer import Optimizer
 from yunque.train.roles import OptimizerConfig, assign
 from yunque.train.schedule import Constant, Pace
@@ -89,7 +89,7 @@ def toy_loss(model: ToyModel, batch: PackedBatch) -> LossOutput:
     loss_T = torch.nn.functional.cross_entropy(logits_TV, batch.targets_T.clamp(min=0), reduction="none")
     total, count = (loss_T * batch.loss_mask_T).sum(), batch.loss_mask_T.sum()
     load_LE = torch.bincount(batch.tokens_T % 4, minlength=4)[None]
-    return LossOutput(total, count, {"lm_loss": Ratio(total.detach(), count)}, load_LE)
+    return LossOutput(total, count, {"loss": Ratio(total.detach(), count)}, load_LE)
 
 
 class ToyLoader:
@@ -114,9 +114,7 @@ class ToyLoader:
         self.index = state["index"]
 
 
-def toy_state(
-    model: ToyModel | None = None, *, clip: float = 1e9, lr: float = 0.01, **values: Any
-) -> TrainState:
+def toy_state(model: ToyModel | None = None, *, clip: float = 1e9, lr: float = 0.01, **values: Any) -> TrainState:
     """AdamW at a constant rate, steps of one batch of 24 tokens."""
     model = model or ToyModel()
     config = OptimizerConfig(kind="adamw", clip_norm=clip)

@@ -105,7 +105,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     what, where = sys.argv[1], Path(sys.argv[2])
-    result = (
-        fill_the_disk(where) if what == "fill" else kill_repeatedly(where, kills=int(sys.argv[3]), seed=3)
-    )
+    result = fill_the_disk(where) if what == "fill" else kill_repeatedly(where, kills=int(sys.argv[3]), seed=3)
     print(json.dumps(result))

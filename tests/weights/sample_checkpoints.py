@@ -24,9 +24,7 @@ NANO = preset("nano")
 SHARED = replace(NANO, indexer_types=("full", "shared", "full"))
 
 
-def random_state(
-    config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0
-) -> dict[str, Tensor]:
+def random_state(config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """A model's state with normal values, under module names; what stays float32 does."""
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -37,9 +35,7 @@ def random_state(
 
 def empty_state(config: ModelConfig, *, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """A state to load into; NaN everywhere."""
-    return {
-        name: torch.full_like(tensor, torch.nan) for name, tensor in random_state(config, dtype=dtype).items()
-    }
+    return {name: torch.full_like(tensor, torch.nan) for name, tensor in random_state(config, dtype=dtype).items()}
 
 
 def stored_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -47,9 +43,7 @@ def stored_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: view.clone() for name, _, view in checkpoint_views(state)}
 
 
-def write_checkpoint(
-    folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], **extra_config: Any
-) -> Path:
+def write_checkpoint(folder: Path, config: ModelConfig, tensors: Mapping[str, Tensor], **extra_config: Any) -> Path:
     """``config.json`` and ``model.safetensors`` in a new folder."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config.to_hf() | extra_config))

@@ -101,9 +101,7 @@ def test_fp8_load_multiplies_scales_also_in_a_ragged_matrix(tmp_path, block):
 
 def test_fp8_model_loads_as_bfloat16_with_router_in_float32(tmp_path):
     tensors = quantised(stored_tensors(random_state(NANO, dtype=torch.bfloat16)), Fp8Format())
-    folder = write_checkpoint(
-        tmp_path / "m", NANO, tensors, quantization_config=quantization_config(Fp8Format())
-    )
+    folder = write_checkpoint(tmp_path / "m", NANO, tensors, quantization_config=quantization_config(Fp8Format()))
     dtypes = Counter(tensor.dtype for tensor in load_model(folder).state_dict().values())
     sparse_layers = NANO.num_layers_with_mtp - NANO.first_k_dense_replace
     assert dtypes[torch.float32] == 2 * sparse_layers
@@ -135,9 +133,7 @@ def test_odd_exclusion_name_keeps_the_indexers_head_weights(tmp_path, entry):
 
 
 def test_exclusion_names_a_module_and_what_is_under_it():
-    fmt = Fp8Format(
-        excluded=("model.layers.1.mlp.experts.3", "shared_experts", "self_attn.indexer.wk", "mlp.gate")
-    )
+    fmt = Fp8Format(excluded=("model.layers.1.mlp.experts.3", "shared_experts", "self_attn.indexer.wk", "mlp.gate"))
     assert not fmt.quantises("model.layers.1.mlp.experts.3.up_proj.weight")
     assert not fmt.quantises("model.layers.2.mlp.shared_experts.up_proj.weight")
     assert not fmt.quantises("model.layers.0.self_attn.indexer.wk.weight")

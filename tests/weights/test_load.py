@@ -60,9 +60,7 @@ def test_left_over_indexers_of_shared_layers_are_named_and_can_be_ignored(tmp_pa
     """ggml-org/llama.cpp#24770: some files carry indexer tensors on every layer."""
     saved = random_state(SHARED)
     extra = {
-        n: t
-        for n, t in stored_tensors(random_state(NANO)).items()
-        if n.startswith("model.layers.1.self_attn.indexer")
+        n: t for n, t in stored_tensors(random_state(NANO)).items() if n.startswith("model.layers.1.self_attn.indexer")
     }
     folder = write_checkpoint(tmp_path / "m", SHARED, stored_tensors(saved) | extra)
     with pytest.raises(CheckpointError) as caught:
@@ -175,9 +173,7 @@ def test_copies_of_head_and_embedding_under_the_mtp_layer_are_accepted_when_equa
     assert same_bits(state, saved)
     copies[MTP + "shared_head.head.weight"][3, 7] += 1
     folder = write_checkpoint(tmp_path / "unequal", NANO, tensors | copies)
-    with pytest.raises(
-        CheckpointError, match=rf"{MTP}shared_head\.head\.weight' differs from 'lm_head\.weight'"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{MTP}shared_head\.head\.weight' differs from 'lm_head\.weight'"):
         _load(folder, empty_state(NANO))
 
 
@@ -214,19 +210,14 @@ def test_bfloat16_bias_in_the_file_is_read_with_a_warning(tmp_path, caplog):
         report = _load(write_checkpoint(tmp_path / "m", NANO, saved), state)
     assert state[name].tolist() == [7.0] * NANO.n_routed_experts
     assert len(report.notes) == 1
-    assert (
-        f"router biases stored below float32, which their spread needs; read as is: 1 ({name})"
-        in report.notes[0]
-    )
+    assert f"router biases stored below float32, which their spread needs; read as is: 1 ({name})" in report.notes[0]
     assert report.notes[0] in caplog.text
 
 
 def test_model_whose_router_was_cast_down_is_refused(tmp_path):
     folder = write_checkpoint(tmp_path / "m", NANO, stored_tensors(random_state(NANO)))
     state = {name: tensor.bfloat16() for name, tensor in empty_state(NANO).items()}
-    with pytest.raises(
-        CheckpointError, match=r"must hold in float32: 6 \(model\.layers\.1\.mlp\.gate\.weight, which"
-    ):
+    with pytest.raises(CheckpointError, match=r"must hold in float32: 6 \(model\.layers\.1\.mlp\.gate\.weight, which"):
         _load(folder, state)
 
 
@@ -235,15 +226,11 @@ def test_tensor_wider_than_the_rest_is_rounded_with_a_note(tmp_path):
     saved["model.norm.weight"] = torch.full((NANO.hidden_size,), 1 + 2**-20)
     folder = write_checkpoint(tmp_path / "m", NANO, saved)
     report = _load(folder, empty_state(NANO, dtype=torch.bfloat16))
-    assert report.notes == (
-        "stored wider than the rest, rounded to the model's dtype: 1 (model.norm.weight)",
-    )
+    assert report.notes == ("stored wider than the rest, rounded to the model's dtype: 1 (model.norm.weight)",)
 
 
 def test_integer_weights_are_refused(tmp_path):
-    saved = stored_tensors(random_state(NANO)) | {
-        "model.norm.weight": torch.ones(NANO.hidden_size, dtype=torch.int32)
-    }
+    saved = stored_tensors(random_state(NANO)) | {"model.norm.weight": torch.ones(NANO.hidden_size, dtype=torch.int32)}
     folder = write_checkpoint(tmp_path / "m", NANO, saved)
     with pytest.raises(CheckpointError, match=r"no weight's: 1 \(model\.norm\.weight is I32\)"):
         _load(folder, empty_state(NANO))

@@ -38,9 +38,7 @@ TEXT = {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ messages }}"}
 def test_module_has_exactly_the_described_tensors(config):
     """ROCm/ATOM#1260: what the module holds beyond the checkpoint's names would never be loaded."""
     state = Transformer(config).state_dict()
-    assert {name: tuple(t.shape) for name, t in state.items()} == {
-        n: s.shape for n, s in module_specs(config).items()
-    }
+    assert {name: tuple(t.shape) for name, t in state.items()} == {n: s.shape for n, s in module_specs(config).items()}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -50,6 +48,18 @@ def test_loaded_model_holds_the_saved_bits_as_parameters(tmp_path, dtype):
     assert same_bits(model.state_dict(), state)
     assert all(p.requires_grad and p.is_leaf and p.device.type == "cpu" for p in model.parameters())
     assert model.config.to_hf() == SHARED.to_hf()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_model_loads_to_the_gpu_with_the_same_bits(tmp_path, dtype):
+    folder = save_model(tmp_path / "m", NANO, random_state(NANO))
+    on_gpu = load_model(folder, dtype=dtype, device="cuda").state_dict()
+    assert {tensor.device.type for tensor in on_gpu.values()} == {"cuda"}
+    here = load_model(folder, dtype=dtype).state_dict()
+    assert same_bits({name: tensor.cpu() for name, tensor in on_gpu.items()}, dict(here))
+    saved = save_model(tmp_path / "again", NANO, on_gpu)
+    assert same_bits(load_model(saved).state_dict(), dict(here))
 
 
 def test_dtype_and_config_can_be_chosen(tmp_path):
@@ -89,9 +99,7 @@ def test_snapshot_converts_to_checkpoint_and_back(tmp_path, dtype):
     state = random_state(SHARED)
     snapshot = SnapshotStore(tmp_path / "run").save(7, SnapshotParts(SHARED, state, files=TEXT))
     folder = convert(snapshot, tmp_path / "hf", dtype=dtype, shard_bytes=50_000)
-    wanted = {
-        n: t.to(dtype) if dtype and not module_specs(SHARED)[n].keeps_fp32 else t for n, t in state.items()
-    }
+    wanted = {n: t.to(dtype) if dtype and not module_specs(SHARED)[n].keeps_fp32 else t for n, t in state.items()}
     assert same_bits(load_model(folder).state_dict(), wanted)
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     assert not list(folder.glob("optimizer*"))
@@ -104,9 +112,7 @@ def test_snapshot_converts_to_checkpoint_and_back(tmp_path, dtype):
 
 def test_fp8_converts_to_what_it_loads_as(tmp_path):
     tensors = quantised(stored_tensors(random_state(NANO, dtype=torch.bfloat16)), Fp8Format())
-    source = write_checkpoint(
-        tmp_path / "fp8", NANO, tensors, quantization_config=quantization_config(Fp8Format())
-    )
+    source = write_checkpoint(tmp_path / "fp8", NANO, tensors, quantization_config=quantization_config(Fp8Format()))
     target = convert(source, tmp_path / "bf16")
     assert same_bits(load_model(target).state_dict(), load_model(source).state_dict())
     assert "quantization_config" not in open_any(target).raw_config

@@ -39,9 +39,7 @@ def _f32(shape: list[int], start: int, end: int) -> dict[str, Any]:
 
 def _random(dtype: torch.dtype, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     size = torch.empty(shape, dtype=dtype).numel() * dtype.itemsize
-    values = torch.randint(
-        0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8, generator=generator
-    )
+    values = torch.randint(0, 2 if dtype == torch.bool else 256, (size,), dtype=torch.uint8, generator=generator)
     return values.view(dtype).reshape(shape)
 
 
@@ -49,9 +47,7 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 
 
 @given(
-    st.dictionaries(
-        st.text(min_size=1, max_size=8).filter(lambda n: n != "__metadata__"), shapes, max_size=5
-    ),
+    st.dictionaries(st.text(min_size=1, max_size=8).filter(lambda n: n != "__metadata__"), shapes, max_size=5),
     st.lists(st.sampled_from(list(DTYPES.values())), min_size=5, max_size=5),
     st.integers(0, 2**32),
 )

@@ -133,7 +133,7 @@ def test_state_that_is_not_the_configs_is_refused_and_nothing_appears(tmp_path):
         "missing: 1 (model.norm.weight)": {"model.norm.weight": None},
         "unexpected: 1 (x)": {"x": torch.ones(1)},
         "of another shape: 1 (model.norm.weight)": {"model.norm.weight": torch.ones(1)},
-        f"not float32: 1 ({bias})": {bias: state[bias].bfloat16()},
+        f"below float32: 1 ({bias})": {bias: state[bias].bfloat16()},
     }
     for message, change in wrong.items():
         changed = {name: tensor for name, tensor in (state | change).items() if tensor is not None}

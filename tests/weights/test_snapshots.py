@@ -65,9 +65,7 @@ def test_everything_comes_back_to_the_bit(tmp_path, dtype):
 
 
 def test_layout_of_a_snapshot_folder(tmp_path):
-    path = SnapshotStore(tmp_path).save(
-        100, SnapshotParts(NANO, random_state(NANO), files={"tokenizer.json": b"{}"})
-    )
+    path = SnapshotStore(tmp_path).save(100, SnapshotParts(NANO, random_state(NANO), files={"tokenizer.json": b"{}"}))
     assert path == tmp_path / "step-00000100"
     assert _names(path) == [
         "config.json",

@@ -22,9 +22,7 @@ leaves = st.one_of(
     st.lists(st.integers(0, 255), max_size=4).map(lambda v: torch.tensor(v, dtype=torch.uint8)),
     st.floats(width=32).map(torch.tensor),
 )
-keys = st.one_of(
-    st.text(max_size=4), st.sampled_from(["$tensor", "$tuple", "a/b", "a", "__metadata__"]), st.integers()
-)
+keys = st.one_of(st.text(max_size=4), st.sampled_from(["$tensor", "$tuple", "a/b", "a", "__metadata__"]), st.integers())
 trees = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -38,11 +36,7 @@ trees = st.recursive(
 
 def _same(left: object, right: object) -> bool:
     if isinstance(left, torch.Tensor):
-        return (
-            isinstance(right, torch.Tensor)
-            and left.dtype == right.dtype
-            and torch.equal(_bits(left), _bits(right))
-        )
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(_bits(left), _bits(right))
     if type(left) is not type(right):
         return False
     if isinstance(left, dict) and isinstance(right, dict):

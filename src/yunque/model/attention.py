@@ -55,7 +55,9 @@ class Attention(nn.Module):
         self.q_b_proj = Linear(config.q_lora_rank, H * config.qk_head_dim, invariant=invariant)
         self.kv_a_proj_with_mqa = Linear(D, config.latent_dim, invariant=invariant)
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, config.latent_eps)
-        self.kv_b_proj = Linear(config.kv_lora_rank, H * (config.qk_nope_head_dim + config.v_head_dim), invariant=invariant)
+        self.kv_b_proj = Linear(
+            config.kv_lora_rank, H * (config.qk_nope_head_dim + config.v_head_dim), invariant=invariant
+        )
         self.o_proj = Linear(H * config.v_head_dim, D, invariant=invariant)
         self.indexer = Indexer(config, invariant=invariant) if config.has_indexer(layer) else None
         self.scale = config.qk_head_dim**-0.5
@@ -68,7 +70,7 @@ class Attention(nn.Module):
         q_THE = self._queries(latent_TQ, step)[: step.num_tokens]
         pool_PR = step.view.write(self.layer, "latent", self._latent_rows(x_TD, step)[: step.num_tokens])
         selection, loss = below, None
-        if self.indexer is None or mode.attention == "dense" and mode.index_loss_T is None:
+        if self.indexer is None or (mode.attention == "dense" and mode.index_loss_T is None):
             selection = below if mode.attention == "sparse" else None
         else:
             with torch.set_grad_enabled(mode.index_loss_T is not None and step.index_grad):
@@ -108,7 +110,13 @@ class Attention(nn.Module):
         return select(query.q_TJd, keys_Pd, query.w_TJ, step.view.visibility, topk, always_score=mode.always_score)
 
     def _index_loss(
-        self, query: IndexQuery, keys_Pd: Tensor, q_THR: Tensor, pool_PR: Tensor, selection: Selection | None, step: Step
+        self,
+        query: IndexQuery,
+        keys_Pd: Tensor,
+        q_THR: Tensor,
+        pool_PR: Tensor,
+        selection: Selection | None,
+        step: Step,
     ) -> Tensor:
         assert step.mode.index_loss_T is not None
         target = AttentionTarget(q_THR.detach(), pool_PR.detach(), self.scale)
@@ -127,7 +135,9 @@ class Attention(nn.Module):
         """The two halves of kv_b per head: keys [H, N, C] and values [H, V, C]."""
         config = self.config
         rows = (config.qk_nope_head_dim, config.v_head_dim)
-        key_HNC, value_HVC = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, sum(rows))).split(rows, dim=1)
+        key_HNC, value_HVC = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, sum(rows))).split(
+            rows, dim=1
+        )
         return key_HNC, value_HVC
 
     def _absorb(self, q_THE: Tensor) -> Tensor:

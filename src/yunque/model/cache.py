@@ -163,7 +163,9 @@ class StepView:
         spans = [(s * capacity, length, count) for s, (length, count) in enumerate(zip(lengths, counts, strict=True))]
         spans = [span for span in spans if span[2] > 0]
         positions = [torch.arange(length, length + count) for _, length, count in spans]
-        first_T = torch.cat([torch.full((count,), start) for start, _, count in spans] or [torch.zeros(0, dtype=torch.int64)])
+        first_T = torch.cat(
+            [torch.full((count,), start) for start, _, count in spans] or [torch.zeros(0, dtype=torch.int64)]
+        )
         self.positions_T = torch.cat(positions or [torch.zeros(0, dtype=torch.int64)])
         self._rows_T = (first_T + self.positions_T).to(device)
         self._span = slice(int(self._rows_T[0]), int(self._rows_T[0]) + len(self._rows_T)) if len(spans) == 1 else None

@@ -85,7 +85,7 @@ class ModelConfig:
         self._check_indexers()
         if self.num_nextn_predict_layers not in (0, 1):
             raise ConfigError(
-                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; valid: 0, 1 (one physical layer, unrolled)"
+                f"num_nextn_predict_layers is {self.num_nextn_predict_layers}; valid: 0, 1 (one layer, unrolled)"
             )
         if not 0 <= self.first_k_dense_replace <= self.num_hidden_layers:
             raise ConfigError(
@@ -94,9 +94,7 @@ class ModelConfig:
         if self.qk_rope_head_dim % 2:
             raise ConfigError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary pairs need an even width")
         if self.index_head_dim < self.qk_rope_head_dim:
-            raise ConfigError(
-                f"index_head_dim {self.index_head_dim} is below qk_rope_head_dim {self.qk_rope_head_dim}"
-            )
+            raise ConfigError(f"index_head_dim {self.index_head_dim} is below qk_rope_head_dim {self.qk_rope_head_dim}")
 
     def _check_experts(self) -> None:
         if self.n_routed_experts % self.n_group:
@@ -105,7 +103,9 @@ class ModelConfig:
             raise ConfigError(f"topk_group {self.topk_group} is outside 1..{self.n_group} (n_group)")
         reachable = self.n_routed_experts // self.n_group * self.topk_group
         if not 1 <= self.num_experts_per_tok <= reachable:
-            raise ConfigError(f"num_experts_per_tok {self.num_experts_per_tok} is outside 1..{reachable} reachable experts")
+            raise ConfigError(
+                f"num_experts_per_tok {self.num_experts_per_tok} is outside 1..{reachable} reachable experts"
+            )
 
     def _check_indexers(self) -> None:
         if not self.indexer_types:
@@ -151,13 +151,13 @@ class ModelConfig:
         for key, allowed in _FIXED.items():
             if key in data and data[key] is not None and data[key] not in allowed:
                 raise ConfigError(f"config key {key} is {data[key]!r}; this model supports {allowed[0]!r} only")
-        values = {f.name: data[f.name] for f in fields(cls) if data.get(f.name) is not None}
-        values.update(_rope(data), _experts(data), model_type=model_type)
+        values: dict[str, Any] = {f.name: data[f.name] for f in fields(cls) if data.get(f.name) is not None}
+        values.update({**_rope(data), **_experts(data), "model_type": model_type})
         values["eos_token_id"] = _ids(data.get("eos_token_id"))
         values["indexer_types"] = _indexer_types(data, int(data["num_hidden_layers"]))
         # An absent key means DeepSeek's half-split layout; GLM releases always carry it.
         values["indexer_rope_interleave"] = bool(data.get("indexer_rope_interleave", False))
-        missing = [f.name for f in fields(cls) if f.name in _REQUIRED and f.name not in values]
+        missing = [name for name in _REQUIRED if name not in values]
         if missing:
             raise ConfigError(f"config lacks {', '.join(missing)}")
         return cls(**values)
@@ -189,12 +189,25 @@ class ModelConfig:
         return out
 
 
-_POSITIVE = (
-    "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads q_lora_rank "
-    "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim index_n_heads index_head_dim index_topk n_routed_experts "
-    "num_experts_per_tok n_shared_experts n_group topk_group max_position_embeddings"
-).split()
-_REQUIRED = frozenset(_POSITIVE[:16])
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "n_routed_experts",
+    "num_experts_per_tok",
+)
+_POSITIVE = (*_REQUIRED, "n_shared_experts", "n_group", "topk_group", "max_position_embeddings")
 
 
 def _rope(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -214,7 +227,9 @@ def _experts(data: Mapping[str, Any]) -> dict[str, Any]:
     if list(types) != ["dense"] * dense + ["sparse"] * (len(types) - dense):
         raise ConfigError(f"mlp_layer_types must be dense layers followed by sparse ones, got {list(types)}")
     if data.get("first_k_dense_replace", dense) != dense:
-        raise ConfigError(f"first_k_dense_replace {data['first_k_dense_replace']} disagrees with mlp_layer_types ({dense} dense)")
+        raise ConfigError(
+            f"first_k_dense_replace {data['first_k_dense_replace']} disagrees with mlp_layer_types ({dense} dense)"
+        )
     return {"first_k_dense_replace": dense}
 
 

@@ -42,7 +42,7 @@ class Router(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         def keep_precision(tensor: Tensor) -> Tensor:
             out = fn(tensor)
-            return out if out.dtype.itemsize >= tensor.dtype.itemsize else tensor.to(out.device)
+            return out if out.dtype.itemsize >= 4 else tensor.to(out.device, torch.float32)
 
         return super()._apply(keep_precision, recurse)
 
@@ -54,7 +54,10 @@ class Router(nn.Module):
         if imposed_Tk is None:
             choice_TE = scores_TE.detach() + self.e_score_correction_bias
             imposed_Tk = choose_experts(
-                choice_TE, count=config.num_experts_per_tok, groups=config.n_group, kept_groups=config.topk_group
+                choice_TE,
+                count=config.num_experts_per_tok,
+                groups=config.n_group,
+                kept_groups=config.topk_group,
             )
         weight_Tk = scores_TE.gather(1, imposed_Tk)
         if config.norm_topk_prob:

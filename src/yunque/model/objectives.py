@@ -214,6 +214,7 @@ def evaluate(model: Transformer, batches: Iterable[PackedBatch], config: LossCon
             counts[name] = counts.get(name, 0.0) + float(ratio.count)
     if not counts.get("loss"):
         raise ValueError("no token of the evaluation batches carries a loss")
-    mean = {name: sums[name] / max(counts[name], 1.0) for name in sums}
-    mtp = tuple(mean[name] for name in sorted(mean) if name.startswith("mtp") and name.endswith("_loss"))
+    # A prediction step that no document is long enough for counts nothing.
+    mean = {name: sums[name] / (counts[name] or 1.0) for name in sums}
+    mtp = tuple(mean[name] for k in range(1, config.mtp_steps + 1) if (name := f"mtp{k}_loss") in mean)
     return Evaluation(mean["loss"], mean["accuracy"], mtp, int(counts["loss"]))

@@ -20,6 +20,8 @@ from yunque.ops.visibility import Selection
 
 # Shapes: T tokens, D model, V vocabulary.
 
+DEFAULT_MODE = ForwardMode()
+
 
 @dataclass(frozen=True)
 class MTPState:
@@ -35,8 +37,12 @@ class Backbone(nn.Module):
 
     def __init__(self, config: ModelConfig, *, invariant: bool) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size))
-        layers: list[DecoderLayer] = [DecoderLayer(config, i, invariant=invariant) for i in range(config.num_hidden_layers)]
+        self.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, _weight=torch.empty(config.vocab_size, config.hidden_size)
+        )
+        layers: list[DecoderLayer] = [
+            DecoderLayer(config, i, invariant=invariant) for i in range(config.num_hidden_layers)
+        ]
         if config.num_nextn_predict_layers:
             layers.append(MTPLayer(config, invariant=invariant))
         self.layers = nn.ModuleList(layers)
@@ -57,7 +63,7 @@ class Transformer(nn.Module):
         self.model = Backbone(config, invariant=batch_invariant)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, invariant=batch_invariant)
 
-    def forward(self, tokens_T: Tensor, view: CacheView, mode: ForwardMode = ForwardMode()) -> ForwardOutput:
+    def forward(self, tokens_T: Tensor, view: CacheView, mode: ForwardMode = DEFAULT_MODE) -> ForwardOutput:
         """Run the main layers over ``tokens_T`` (int64), whose earlier rows ``view`` holds."""
         step = self._step(view, mode)
         side, trace = SideLosses(self.config.n_routed_experts), Trace() if mode.trace else None
@@ -74,7 +80,7 @@ class Transformer(nn.Module):
         return ForwardOutput(hidden_TD, side, trace)
 
     def predict_next(
-        self, previous: MTPState, next_tokens_T: Tensor, view: CacheView, mode: ForwardMode = ForwardMode()
+        self, previous: MTPState, next_tokens_T: Tensor, view: CacheView, mode: ForwardMode = DEFAULT_MODE
     ) -> tuple[MTPState, LayerOutput]:
         """One multi-token-prediction step.
 

@@ -34,11 +34,11 @@ def sequence_balance(scores_TE: Tensor, expert_Tk: Tensor, document_T: Tensor, w
     through P only. Returns a scalar.
     """
     num_documents, (num_tokens, num_experts) = weight_N.shape[0], scores_TE.shape
-    size_N = torch.zeros_like(weight_N).index_add_(0, document_T, torch.ones_like(scores_TE[:, 0]))
+    size_N = scores_TE.new_zeros(num_documents).index_add_(0, document_T, torch.ones_like(scores_TE[:, 0]))
     chosen_TE = torch.zeros_like(scores_TE).scatter_(1, expert_Tk, 1.0)
     zeros_NE = scores_TE.new_zeros((num_documents, num_experts))
     used_NE = zeros_NE.index_add(0, document_T, chosen_TE)
     share_NE = zeros_NE.index_add(0, document_T, scores_TE / scores_TE.sum(dim=1, keepdim=True))
-    scale_N = weight_N * num_experts / (expert_Tk.shape[1] * size_N.clamp(min=1) ** 2)
+    scale_N = weight_N.to(scores_TE.dtype) * num_experts / (expert_Tk.shape[1] * size_N.clamp(min=1) ** 2)
     assert num_tokens == document_T.shape[0]
     return (used_NE * share_NE).sum(dim=1) @ scale_N

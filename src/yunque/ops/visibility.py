@@ -144,7 +144,7 @@ class Visibility:
         return replace(self, first_T=self.first_T.to(device), last_T=self.last_T.to(device))
 
     def tiles(self, *, max_cells: int, max_queries: int = 128) -> tuple[Tile, ...]:
-        """Cut the blocks so that rows x keys stays below ``max_cells``, with at most ``max_queries`` rows a sequence."""
+        """Tiles of at most ``max_cells`` rows x keys, with at most ``max_queries`` rows of a sequence."""
         key = (max_cells, max_queries)
         if key not in self._tiles:
             self._tiles[key] = tuple(self._cut(max_cells, max_queries))

@@ -1,6 +1,6 @@
 """Tokenizer, GLM special tokens, chat formats and the parser of generated turns; imports without torch."""
 
-from yunque.text.chat_template import CHAT_TEMPLATE_FILE, chat_template
+from yunque.text.chat_template import CHAT_TEMPLATE_FILE, chat_template, format_of
 from yunque.text.events import (
     Event,
     FailureReason,
@@ -44,5 +44,6 @@ __all__ = [
     "TurnSpan",
     "chat_template",
     "effort_shown",
+    "format_of",
     "train_bpe",
 ]

@@ -22,3 +22,8 @@ def chat_template(chat_format: ChatFormat | str) -> str:
     rules = json.dumps(asdict(RULES[chat_format]))
     body = files("yunque.text").joinpath("templates", "chat.jinja").read_text("utf-8")
     return f"{{#- {chat_format} -#}}\n{{%- set rules = {rules} -%}}\n{body}"
+
+
+def format_of(template: str) -> ChatFormat | None:
+    """The format whose ``chat_template`` is ``template``; None for a text that is none of ours."""
+    return next((name for name in ChatFormat if chat_template(name) == template), None)

@@ -31,12 +31,10 @@ def draw_curves(stages: Sequence[StageCurve], picture: Path) -> Path:
     for number, stage in enumerate(stages):
         rows = list(read_jsonl(stage.metrics)) if stage.metrics.exists() else []
         color = f"C{number}"
-        _line(top, rows, "lm_loss", stage, color=color, alpha=0.6, linewidth=1, label=stage.title)
+        _line(top, rows, "loss", stage, color=color, alpha=0.6, linewidth=1, label=stage.title)
         _line(bottom, rows, "index_kl", stage, color=color, linewidth=1)
         for name, marker in (("heldout_dense", "o"), ("heldout_sparse", "^")):
-            _line(
-                top, rows, name, stage, color=color, marker=marker, linestyle="none", markeredgecolor="black"
-            )
+            _line(top, rows, name, stage, color=color, marker=marker, linestyle="none", markeredgecolor="black")
         top.axvline(stage.tokens_before, color="gray", linewidth=0.5)
     top.plot([], [], "o", color="gray", label="held out, dense attention")
     top.plot([], [], "^", color="gray", label="held out, sparse attention")

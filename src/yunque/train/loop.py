@@ -8,7 +8,7 @@ from typing import Protocol
 
 from yunque.core.errors import DataError
 from yunque.model.batch import PackedBatch
-from yunque.train._seam import LossFn
+from yunque.model.objectives import LossFn
 from yunque.train.state import TrainState
 from yunque.train.step import StepReport, train_step
 

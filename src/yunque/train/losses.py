@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from torch import nn
-
 from yunque.model.batch import PackedBatch
 from yunque.model.objectives import IndexerWarmupLoss, LanguageModelLoss, LossConfig, LossFn, evaluate
+from yunque.model.transformer import Transformer
 from yunque.train.schedule import change_points
 from yunque.train.stages import Attention, DsaSparse, DsaWarmup, LossWeights, Stage
 
@@ -32,6 +31,8 @@ def segments(stage: Stage) -> Iterator[Segment]:
 
 def stage_loss(stage: Stage, weights: LossWeights) -> LossFn:
     """The loss of ``stage`` while ``weights`` hold."""
+    if isinstance(stage, DsaWarmup):
+        return IndexerWarmupLoss()
     config = LossConfig(
         attention=stage.attends,
         mtp_weight=weights.mtp,
@@ -41,7 +42,7 @@ def stage_loss(stage: Stage, weights: LossWeights) -> LossFn:
         chunk_tokens=stage.loss_chunk,
         checkpoint=stage.checkpoint_activations,
     )
-    return IndexerWarmupLoss(config) if isinstance(stage, DsaWarmup) else LanguageModelLoss(config)
+    return LanguageModelLoss(config)
 
 
 def compared_attentions(stage: Stage) -> tuple[Attention, ...]:
@@ -50,7 +51,11 @@ def compared_attentions(stage: Stage) -> tuple[Attention, ...]:
 
 
 def held_out_losses(
-    model: nn.Module, batches: Iterable[PackedBatch], attentions: tuple[Attention, ...]
+    model: Transformer, batches: Iterable[PackedBatch], attentions: tuple[Attention, ...], *, chunk_tokens: int
 ) -> dict[str, float]:
     """Held-out next-token loss in nats per token, as ``heldout_<attention>``."""
-    return {f"heldout_{a}": float(evaluate(model, batches, attention=a).loss) for a in attentions}
+    losses = {}
+    for attention in attentions:
+        config = LossConfig(attention=attention, mtp_weight=0.0, balance_weight=0.0, chunk_tokens=chunk_tokens)
+        losses[f"heldout_{attention}"] = evaluate(model, batches, config).loss
+    return losses

@@ -32,18 +32,14 @@ class Optimizer:
         named = {a.name for a in assignments}
         if named != set(parameters):
             stray = sorted(named ^ set(parameters))
-            raise ConfigError(
-                f"optimiser table and model disagree on {len(stray)} parameters, first {stray[:3]}"
-            )
+            raise ConfigError(f"optimiser table and model disagree on {len(stray)} parameters, first {stray[:3]}")
         self.config = config
         self.assignments = tuple(assignments)
         self.parameters = {a.name: parameters[a.name] for a in assignments if a.method != "frozen"}
         for a in assignments:
             parameters[a.name].requires_grad_(a.method != "frozen")
             parameters[a.name].grad = None
-        self._state = {
-            a.name: _fresh(parameters[a.name], a.method) for a in assignments if a.method != "frozen"
-        }
+        self._state = {a.name: _fresh(parameters[a.name], a.method) for a in assignments if a.method != "frozen"}
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor], lr: float) -> None:
@@ -93,9 +89,7 @@ class Optimizer:
 
     def state(self) -> dict[str, Tensor]:
         """Every state tensor as ``"<parameter>.<slot>"``, not copied: what a snapshot stores."""
-        return {
-            f"{name}.{slot}": tensor for name, slots in self._state.items() for slot, tensor in slots.items()
-        }
+        return {f"{name}.{slot}": tensor for name, slots in self._state.items() for slot, tensor in slots.items()}
 
     @torch.no_grad()
     def restore(self, state: Mapping[str, Tensor]) -> None:
@@ -109,8 +103,7 @@ class Optimizer:
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:
                 raise CheckpointError(
-                    f"optimiser state {name!r} has shape {list(state[name].shape)}, expected "
-                    f"{list(tensor.shape)}"
+                    f"optimiser state {name!r} has shape {list(state[name].shape)}, expected {list(tensor.shape)}"
                 )
             tensor.copy_(state[name])
 

@@ -57,9 +57,7 @@ def parameter_parts(config: ModelConfig, specs: Specs) -> tuple[Part, ...]:
         is_mtp = name.startswith(f"model.layers.{config.num_hidden_layers}.")
         part = "MTP layer" if is_mtp else _PARTS[spec.role]
         total[part] = total.get(part, 0) + numel
-        used = (
-            round(numel * share) if spec.role is Role.EXPERT else 0 if spec.role is Role.EMBEDDING else numel
-        )
+        used = round(numel * share) if spec.role is Role.EXPERT else 0 if spec.role is Role.EMBEDDING else numel
         active[part] = active.get(part, 0) + used
     return tuple(Part(name, total[name], active[name]) for name in total)
 
@@ -133,9 +131,7 @@ def _stage_plan(run: RunConfig, index: int, specs: Specs) -> StagePlan:
     )
 
 
-def _memory(
-    run: RunConfig, stage: Stage, specs: Specs, assignments: tuple[Assignment, ...]
-) -> MemoryEstimate:
+def _memory(run: RunConfig, stage: Stage, specs: Specs, assignments: tuple[Assignment, ...]) -> MemoryEstimate:
     model = run.model
     width = _FP32_BYTES if run.dtype == "float32" else 2
     moving = [a for a in assignments if a.method != "frozen"]
@@ -171,11 +167,7 @@ def _layer_activations(model: ModelConfig, layer: int, stage: Stage) -> int:
     D, H, C = model.hidden_size, model.num_attention_heads, model.kv_lora_rank
     indexer = 0
     if model.has_indexer(layer) and stage.weights_at(0).index_kl:
-        indexer = (
-            2 * model.index_n_heads * model.index_head_dim
-            + 3 * model.index_head_dim
-            + 2 * model.index_n_heads
-        )
+        indexer = 2 * model.index_n_heads * model.index_head_dim + 3 * model.index_head_dim + 2 * model.index_n_heads
     if stage.kind_name == "dsa_warmup":
         return indexer + D + model.q_lora_rank
     attention = 2 * D + 2 * model.q_lora_rank + 2 * model.latent_dim

@@ -79,16 +79,12 @@ def _stage_table(plan: RunPlan) -> Table:
 
 def _role_table(plan: RunPlan) -> Table:
     """Roles down, stages across: what optimises each role when, and with which weight decay."""
-    table = Table(
-        "role", "tensors", "parameters", *(stage.title for stage in plan.stages), "matrices that Muon sees"
-    )
+    table = Table("role", "tensors", "parameters", *(stage.title for stage in plan.stages), "matrices that Muon sees")
     table.title = "optimisers (and weight decay)"
     for rows in zip(*(stage.table for stage in plan.stages), strict=True):
         methods = [row.method + (f" {row.weight_decay:g}" if row.weight_decay else "") for row in rows]
         matrices = dict.fromkeys(row.matrices for row in rows if row.matrices)
-        table.add_row(
-            rows[0].role, str(rows[0].tensors), count(rows[0].parameters), *methods, " or ".join(matrices)
-        )
+        table.add_row(rows[0].role, str(rows[0].tensors), count(rows[0].parameters), *methods, " or ".join(matrices))
     return table
 
 

@@ -22,9 +22,7 @@ class ProgressHook:
     every ``interval_s`` seconds and after the last step.
     """
 
-    def __init__(
-        self, console: Console, title: str, *, steps: int, start: int = 0, interval_s: float = 10.0
-    ) -> None:
+    def __init__(self, console: Console, title: str, *, steps: int, start: int = 0, interval_s: float = 10.0) -> None:
         self._console = console
         self._title = title
         self._steps = steps
@@ -64,9 +62,7 @@ class ProgressHook:
         is_last = state.step >= self._steps
         if not self._console.is_terminal and (is_last or now - self._printed_at_s >= self._interval_s):
             self._printed_at_s = now
-            self._console.print(
-                f"{self._title}: step {state.step:,}/{self._steps:,}, {status}", highlight=False
-            )
+            self._console.print(f"{self._title}: step {state.step:,}/{self._steps:,}, {status}", highlight=False)
 
     def _status(self, report: StepReport) -> str:
         (then, first_step, first_tokens), (now, step, tokens) = self._recent[0], self._recent[-1]

@@ -51,7 +51,7 @@ class EvaluationHook:
             self.measure(state.step)
 
     def measure(self, step: int) -> Mapping[str, float]:
-        """Evaluate now and write the losses down under ``step``; what was measured at this step already stands."""
+        """Evaluate now and write the losses down under ``step``, unless that was done at this step already."""
         if self.last is not None and self.last[0] == step:
             return self.last[1]
         values = self._evaluate()

@@ -55,9 +55,7 @@ class StageResult:
             data = read_json(path)
             return cls(**{field.name: data[field.name] for field in fields(cls)})
         except (DataError, KeyError, TypeError) as error:
-            raise CheckpointError(
-                f"{path}: not the record of a finished stage ({error}); delete its folder"
-            ) from error
+            raise CheckpointError(f"{path}: not the record of a finished stage ({error}); delete its folder") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,9 +115,7 @@ class RunSummary:
             table.add_row(stage.title, count(stage.tokens), f"{stage.steps:,}", *losses, speed, memory)
         console.print(table)
         if self.dense_sparse_gap is not None:
-            console.print(
-                f"sparse minus dense attention, held out: {self.dense_sparse_gap:+.4f} nats per token"
-            )
+            console.print(f"sparse minus dense attention, held out: {self.dense_sparse_gap:+.4f} nats per token")
 
 
 def _change(before: float | None, after: float | None) -> str:

@@ -111,9 +111,7 @@ def assign(
         method = _method(spec.role, optimizer) if spec.role in trainable else "frozen"
         decays = method != "frozen" and spec.role not in _VECTOR_ROLES
         layout = matrix_layout(spec, model, split=optimizer.muon_split) if method == "muon" else None
-        rows.append(
-            Assignment(name, spec.role, spec.shape, method, optimizer.weight_decay if decays else 0.0, layout)
-        )
+        rows.append(Assignment(name, spec.role, spec.shape, method, optimizer.weight_decay if decays else 0.0, layout))
     return tuple(rows)
 
 

@@ -15,7 +15,7 @@ from yunque.ops.device import pick_device
 from yunque.train.curves import StageCurve, draw_curves
 from yunque.train.results import RunSummary, StageResult
 from yunque.train.settings import RunConfig
-from yunque.train.signals import Interrupted, StopRequest
+from yunque.train.signals import StopRequest
 from yunque.train.stage_run import METRICS, run_stage
 from yunque.train.vocabulary import prepare_text
 from yunque.train.workshop import Workshop
@@ -44,18 +44,11 @@ def execute(
     folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
     text = prepare_text(run.tokenizer, run.data, folder / "tokenizer")
-    shop = Workshop(
-        run=run, text=text, device=device, console=console, stop=stop or StopRequest(), clock=clock
-    )
+    shop = Workshop(run=run, text=text, device=device, console=console, stop=stop or StopRequest(), clock=clock)
     results: list[StageResult] = []
     try:
         for index in range(len(run.stage)):
             results.append(run_stage(shop, index, results[-1] if results else None))
-            if shop.stop.requested and index + 1 < len(run.stage):
-                raise Interrupted(
-                    f"stopped by {shop.stop.requested} after stage {results[-1].title!r}; the same "
-                    "command goes on from there"
-                )
     finally:
         _draw(shop)
     write_atomic(folder / "run.toml", to_toml(run))

@@ -88,9 +88,7 @@ def learning_rate(schedule: Schedule, tokens: int, total: int) -> float:
     if isinstance(schedule, Constant):
         return constant(tokens, peak=schedule.lr_peak, warmup=schedule.warmup_tokens)
     curve = cosine if schedule.kind == "cosine" else linear
-    return curve(
-        tokens, peak=schedule.lr_peak, end=schedule.lr_end, warmup=schedule.warmup_tokens, total=total
-    )
+    return curve(tokens, peak=schedule.lr_peak, end=schedule.lr_end, warmup=schedule.warmup_tokens, total=total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,9 +101,7 @@ class BatchRamp:
 
     def __post_init__(self) -> None:
         if self.start_tokens < 1 or self.over_tokens < 1:
-            raise ConfigError(
-                f"batch ramp from {self.start_tokens} over {self.over_tokens} tokens; both must be >= 1"
-            )
+            raise ConfigError(f"batch ramp from {self.start_tokens} over {self.over_tokens} tokens; both must be >= 1")
 
 
 @dataclass(frozen=True, kw_only=True)

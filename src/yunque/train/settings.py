@@ -42,9 +42,7 @@ class TokenizerSettings:
         if bool(self.path) == bool(self.vocab_size):
             raise ConfigError("give either path (a tokenizer to load) or vocab_size (one to train)")
         if self.vocab_size and not self.sources:
-            raise ConfigError(
-                "vocab_size asks for a tokenizer to be trained; name the text sources to train it on"
-            )
+            raise ConfigError("vocab_size asks for a tokenizer to be trained; name the text sources to train it on")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +88,7 @@ class HookSettings:
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
         if self.keep_last < 1:
-            raise ConfigError(
-                f"keep_last is {self.keep_last}; it must be at least 1, for a run to go on from"
-            )
+            raise ConfigError(f"keep_last is {self.keep_last}; it must be at least 1, for a run to go on from")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,9 +142,7 @@ class RunConfig:
                 if name not in stage.sources:
                     raise ConfigError(unknown("source", name, stage.sources, where=f"the mixture of {place}"))
         if stage.weights_at(0).mtp and not self.model.num_nextn_predict_layers:
-            raise ConfigError(
-                f"{place}: mtp_weight is above 0, but the model has no MTP layer; set mtp_weight = 0"
-            )
+            raise ConfigError(f"{place}: mtp_weight is above 0, but the model has no MTP layer; set mtp_weight = 0")
 
     def _check_source(self, name: str, place: str) -> None:
         if name not in self.data.sources:
@@ -215,9 +209,7 @@ def _overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     stages = data.get("stage", [])
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
         raise ConfigError("stage is no list of tables; write each stage under [[stage]]")
-    by_name = {
-        str(stage.get("name") or stage.get("kind") or index): stage for index, stage in enumerate(stages)
-    }
+    by_name = {str(stage.get("name") or stage.get("kind") or index): stage for index, stage in enumerate(stages)}
     if len(by_name) < len(stages):
         return with_overrides(data, overrides)  # equal names: RunConfig says which
     spelled = [one for override in overrides for one in _per_stage(override, by_name)]

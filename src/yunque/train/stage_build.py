@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class StageParts:
     store: SnapshotStore
     loader: Loader
     feed: Feed
-    held_out: Iterable[PackedBatch]
+    held_out: Sequence[PackedBatch]
     state: TrainState
     progress: Progress
     is_resumed: bool
@@ -87,9 +87,7 @@ def build_stage(shop: Workshop, index: int, previous: StageResult | None) -> Sta
     """
     stage, config = shop.run.stage[index], shop.model_config(index)
     hooks, seeds = shop.run.hooks, Seeds(shop.run.seed)
-    store = SnapshotStore(
-        shop.stage_folder(index) / "snapshots", keep_last=hooks.keep_last, keep_best=hooks.keep_best
-    )
+    store = SnapshotStore(shop.stage_folder(index) / "snapshots", keep_last=hooks.keep_last, keep_best=hooks.keep_best)
     model = Transformer(config).to(DTYPES[shop.run.dtype]).to(shop.device)
     snapshot = _load_weights(shop, previous, store, model)
     loader, held_out = _data(shop, index, Seeds(seeds.stream("data", index)))

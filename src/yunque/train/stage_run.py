@@ -20,7 +20,9 @@ from yunque.train.progress import ProgressHook
 from yunque.train.recording import EvaluationHook, RecordHook, TensorBoardSink
 from yunque.train.results import StageResult
 from yunque.train.saving import SnapshotHook
+from yunque.train.signals import Interrupted
 from yunque.train.stage_build import Progress, StageParts, build_stage
+from yunque.train.stages import Attention
 from yunque.train.state import TrainState
 from yunque.train.step import StepReport
 from yunque.train.workshop import Workshop
@@ -71,6 +73,10 @@ def run_stage(shop: Workshop, index: int, previous: StageResult | None) -> Stage
         settings=shop.settings(index),
     )
     result.write(record)
+    if shop.stop.requested and index + 1 < len(shop.run.stage):
+        raise Interrupted(
+            f"stopped by {shop.stop.requested} after stage {result.title!r}; the same command goes on from there"
+        )
     return result
 
 
@@ -80,9 +86,7 @@ def _fingerprint(result: StageResult | None) -> str:
 
 def _tell_resumption(shop: Workshop, parts: StageParts) -> None:
     title = parts.stage.title
-    shop.console.print(
-        f"{title}: going on after step {parts.state.step:,} of {parts.stage.steps:,}", highlight=False
-    )
+    shop.console.print(f"{title}: going on after step {parts.state.step:,} of {parts.stage.steps:,}", highlight=False)
     if parts.progress.threads != torch.get_num_threads():
         _log.warning(
             "%s was trained with %d threads before, with %d now: the result will not be equal to the bit",
@@ -97,7 +101,7 @@ def _train_and_measure(shop: Workshop, index: int, parts: StageParts) -> tuple[P
     with contextlib.ExitStack() as stack:
         sinks = _sinks(shop, index, parts, stack)
         evaluation = EvaluationHook(
-            lambda: held_out_losses(state.model, parts.held_out, attentions) if parts.held_out else {},
+            lambda: _held_out(parts, attentions),
             f"heldout_{attentions[-1]}",
             every_tokens=hooks.evaluate_every_tokens,
             sinks=sinks,
@@ -126,6 +130,12 @@ def _train_and_measure(shop: Workshop, index: int, parts: StageParts) -> tuple[P
         return _save(shop, index, parts, evaluation.best, evaluation.metric_at(state.step)), after
 
 
+def _held_out(parts: StageParts, attentions: tuple[Attention, ...]) -> dict[str, float]:
+    if not parts.held_out:
+        return {}
+    return held_out_losses(parts.state.model, parts.held_out, attentions, chunk_tokens=parts.stage.loss_chunk)
+
+
 class _Tally:
     """Keeps the stage's own figures up to date."""
 
@@ -135,14 +145,12 @@ class _Tally:
     def after_step(self, state: TrainState, report: StepReport) -> None:
         self._progress.step, self._progress.tokens = state.step, state.tokens
         self._progress.seconds += report.seconds
-        self._progress.last_loss = report.metrics.get("lm_loss", report.loss)
+        self._progress.last_loss = report.loss
         if self._progress.first_loss is None:
             self._progress.first_loss = self._progress.last_loss
 
 
-def _sinks(
-    shop: Workshop, index: int, parts: StageParts, stack: contextlib.ExitStack
-) -> Sequence[MetricSink]:
+def _sinks(shop: Workshop, index: int, parts: StageParts, stack: contextlib.ExitStack) -> Sequence[MetricSink]:
     """Where the stage's numbers go; what an earlier process wrote after the snapshot is forgotten."""
     folder = shop.stage_folder(index)
     jsonl = JsonlSink(folder / METRICS)

@@ -63,13 +63,10 @@ class StageSettings(ABC):
             )
         if self.batch_ramp is not None and self.batch_ramp.start_tokens > self.tokens_per_step:
             raise ConfigError(
-                f"batch_ramp starts at {self.batch_ramp.start_tokens}, above tokens_per_step "
-                f"{self.tokens_per_step}"
+                f"batch_ramp starts at {self.batch_ramp.start_tokens}, above tokens_per_step {self.tokens_per_step}"
             )
         if self.schedule.warmup_tokens >= self.tokens:
-            raise ConfigError(
-                f"warmup_tokens {self.schedule.warmup_tokens} leaves nothing of {self.tokens} tokens"
-            )
+            raise ConfigError(f"warmup_tokens {self.schedule.warmup_tokens} leaves nothing of {self.tokens} tokens")
 
     @property
     def kind_name(self) -> str:
@@ -193,11 +190,9 @@ class Midtrain(LanguageStage):
 
 @dataclass(frozen=True, kw_only=True)
 class DsaWarmup(StageSettings):
-    """Only the indexer learns, by KL divergence from the dense attention it is to imitate."""
+    """Only the indexers learn, the MTP layer's included, by KL divergence from the dense attention they imitate."""
 
     kind: Literal["dsa_warmup"] = "dsa_warmup"
-    #: How many unrolled MTP steps the indexer of the MTP layer learns from.
-    mtp_steps: int = 1
 
     @property
     def attends(self) -> Attention:
@@ -208,7 +203,7 @@ class DsaWarmup(StageSettings):
         return INDEXER_ROLES
 
     def weights_at(self, tokens: int) -> LossWeights:  # noqa: ARG002  (one weight for the whole stage)
-        return LossWeights(index_kl=1.0, mtp_steps=self.mtp_steps)
+        return LossWeights(index_kl=1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,9 +255,7 @@ class Sft(SparseStage):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.attention == "dense" and self.index_kl_weight:
-            raise ConfigError(
-                "index_kl_weight needs attention = 'sparse': dense attention does not run the indexer"
-            )
+            raise ConfigError("index_kl_weight needs attention = 'sparse': dense attention does not run the indexer")
 
     @property
     def attends(self) -> Attention:

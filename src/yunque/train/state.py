@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import nn
-
+from yunque.model.transformer import Transformer
 from yunque.train.optimizer import Optimizer
 from yunque.train.schedule import Pace, Schedule, learning_rate
 
@@ -22,7 +21,7 @@ class TrainState:
     gives seconds.
     """
 
-    model: nn.Module
+    model: Transformer
     optimizer: Optimizer
     schedule: Schedule
     pace: Pace

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from yunque.core.errors import DataError, YunqueError
 from yunque.model.batch import PackedBatch
-from yunque.train._seam import LossFn, LossOutput
+from yunque.model.objectives import LossFn, LossOutput
 from yunque.train.balance import imbalance, update_router_biases
 from yunque.train.gradients import GradientSum, global_norm, scale_
 from yunque.train.state import TrainState
@@ -25,14 +25,15 @@ class NonFiniteError(YunqueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one step did. ``step`` and ``tokens`` count it in; ``loss`` is the objective per loss token.
+    """What one step did. ``step`` and ``tokens`` count it in; ``objective`` is what was minimised, per loss token.
 
-    ``metrics`` are the loss's own ratios over the whole step; ``grad_norm`` is before clipping.
+    ``metrics`` are the loss's own ratios over the whole step, "loss" among them where there is a next-token loss;
+    ``grad_norm`` is before clipping.
     """
 
     step: int
     tokens: int
-    loss: float
+    objective: float
     lr: float
     grad_norm: float
     step_tokens: int
@@ -43,9 +44,14 @@ class StepReport:
     def tokens_per_s(self) -> float:
         return self.step_tokens / max(self.seconds, 1e-9)
 
+    @property
+    def loss(self) -> float:
+        """The next-token loss; the objective where the stage has none (the indexer's warm-up)."""
+        return self.metrics.get("loss", self.objective)
+
     def values(self) -> dict[str, float]:
         """The report as one flat mapping for metric sinks."""
-        own = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "tokens": float(self.tokens)}
+        own = {"objective": self.objective, "lr": self.lr, "grad_norm": self.grad_norm, "tokens": float(self.tokens)}
         return own | dict(self.metrics) | {"tokens_per_s": self.tokens_per_s, "seconds": self.seconds}
 
 
@@ -85,7 +91,7 @@ def train_step(state: TrainState, batches: Sequence[PackedBatch], loss: LossFn) 
     return StepReport(
         step=state.step,
         tokens=state.tokens,
-        loss=totals.loss,
+        objective=totals.objective,
         lr=lr,
         grad_norm=norm,
         step_tokens=step_tokens,
@@ -96,7 +102,7 @@ def train_step(state: TrainState, batches: Sequence[PackedBatch], loss: LossFn) 
 
 @dataclass(frozen=True)
 class _Totals:
-    loss: float
+    objective: float
     count: float
     metrics: dict[str, float]
     expert_load_LE: Tensor | None
@@ -126,20 +132,14 @@ def _totals(outputs: Sequence[LossOutput]) -> _Totals:
 
 def _check_outputs(state: TrainState, outputs: Sequence[LossOutput], totals: _Totals) -> None:
     if totals.count <= 0:
-        raise DataError(
-            f"{_place(state, len(outputs))}: no token counts in the loss, so there is nothing to learn"
-        )
-    if math.isfinite(totals.loss) and all(map(math.isfinite, totals.metrics.values())):
+        raise DataError(f"{_place(state, len(outputs))}: no token counts in the loss, so there is nothing to learn")
+    if math.isfinite(totals.objective) and all(map(math.isfinite, totals.metrics.values())):
         return
     for index, output in enumerate(outputs):
-        values = {"loss": output.sum} | {name: ratio.sum for name, ratio in output.metrics.items()}
-        bad = [
-            f"{name} = {float(value)}" for name, value in values.items() if not math.isfinite(float(value))
-        ]
+        values = {"objective": output.sum} | {name: ratio.sum for name, ratio in output.metrics.items()}
+        bad = [f"{name} = {float(value)}" for name, value in values.items() if not math.isfinite(float(value))]
         if bad:
-            raise NonFiniteError(
-                f"{_place(state, len(outputs), index)}: {', '.join(bad)}; the optimiser has not moved"
-            )
+            raise NonFiniteError(f"{_place(state, len(outputs), index)}: {', '.join(bad)}; the optimiser has not moved")
     raise NonFiniteError(
         f"{_place(state, len(outputs))}: the sum over microbatches overflows; the optimiser has not moved"
     )

@@ -41,8 +41,7 @@ class TextSide:
         """
         if model.vocab_size < self.tokenizer.vocab_size:
             raise ConfigError(
-                f"the tokenizer has {self.tokenizer.vocab_size} tokens, model.vocab_size is only "
-                f"{model.vocab_size}"
+                f"the tokenizer has {self.tokenizer.vocab_size} tokens, model.vocab_size is only {model.vocab_size}"
             )
         special = self.tokenizer.special
         return replace(

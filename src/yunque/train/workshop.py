@@ -79,9 +79,7 @@ def _flat(value: Any, where: str) -> Iterator[tuple[str, Any]]:
         for key, item in value.items():
             yield from _flat(item, f"{where}.{key}" if where else str(key))
     elif isinstance(value, list | tuple):
-        yield from (
-            (f"{where}[{i}]{key}", leaf) for i, item in enumerate(value) for key, leaf in _flat(item, "")
-        )
+        yield from ((f"{where}[{i}]{key}", leaf) for i, item in enumerate(value) for key, leaf in _flat(item, ""))
         yield f"{where}.length", len(value)
     else:
         yield where, value

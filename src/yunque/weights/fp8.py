@@ -63,9 +63,7 @@ class Fp8Format:
             raise CheckpointError(f"quantization_config.quant_method is {method!r}; valid: 'fp8'")
         block = quantization.get("weight_block_size") or [128, 128]
         if len(block) != 2 or not all(isinstance(side, int) and side > 0 for side in block):
-            raise CheckpointError(
-                f"quantization_config.weight_block_size is {block!r}; valid: [rows, columns]"
-            )
+            raise CheckpointError(f"quantization_config.weight_block_size is {block!r}; valid: [rows, columns]")
         excluded = quantization.get("modules_to_not_convert") or []
         return cls((block[0], block[1]), tuple(map(str, excluded)))
 
@@ -100,7 +98,5 @@ def fp8_tensor_specs(config: ModelConfig, fmt: Fp8Format | None = None) -> dict[
 def dequantise(values_NK: Tensor, scale_BB: Tensor, fmt: Fp8Format) -> Tensor:
     """float32 weight: every value times its block's scale. ``values_NK`` starts at a block's first row."""
     rows, columns = values_NK.shape
-    scale_NK = scale_BB.repeat_interleave(fmt.block[0], 0)[:rows].repeat_interleave(fmt.block[1], 1)[
-        :, :columns
-    ]
+    scale_NK = scale_BB.repeat_interleave(fmt.block[0], 0)[:rows].repeat_interleave(fmt.block[1], 1)[:, :columns]
     return values_NK.float() * scale_NK

@@ -61,9 +61,7 @@ def shorten(names: Sequence[str]) -> str:
     return f"{len(names)} ({', '.join(names[:_NAMES_SHOWN])}{more})"
 
 
-def match(
-    checkpoint: Checkpoint, target: Mapping[str, Tensor], ignore: Sequence[str], *, exact: bool
-) -> Matching:
+def match(checkpoint: Checkpoint, target: Mapping[str, Tensor], ignore: Sequence[str], *, exact: bool) -> Matching:
     """Pair every tensor of ``target`` (module names) with the stored one of its Hugging Face name.
 
     ``ignore`` are patterns (``*.indexer.*``) for stored tensors that the model has no place for; it never
@@ -127,15 +125,13 @@ def _check(fill: Fill, fp8: Fp8Format, problems: _Problems, *, exact: bool) -> N
             "shape",
             f"{entry.name} is {list(entry.shape)} in {entry.file.name}, {list(view.shape)} in the model",
         )
-    if keeps_fp32(entry.name) and view.dtype != torch.float32:
+    if keeps_fp32(entry.name) and view.dtype.itemsize < 4:
         problems.add("model must hold in float32", f"{entry.name}, which is {DTYPE_NAMES[view.dtype]} there")
     if exact and entry.dtype != view.dtype:
         problems.add("dtype", f"{entry.name} is {entry.dtype_name}, the model's is {DTYPE_NAMES[view.dtype]}")
     if entry.dtype == E4M3:
         if fill.scale is not None and fill.scale.shape != (wanted := fp8.scale_shape(entry.shape)):
-            problems.add(
-                "scale shape", f"{fill.scale.name} is {list(fill.scale.shape)}, expected {list(wanted)}"
-            )
+            problems.add("scale shape", f"{fill.scale.name} is {list(fill.scale.shape)}, expected {list(wanted)}")
         if fill.scale is not None and fill.scale.dtype != torch.float32:
             problems.add("scale dtype", f"{fill.scale.name} is {fill.scale.dtype_name}, expected F32")
     elif entry.dtype not in _FLOATS:
@@ -164,21 +160,15 @@ def _advice(checkpoint: Checkpoint, problems: _Problems) -> list[str]:
     prefix = _mtp_prefix(checkpoint)
     missing, unexpected = problems.found.get("missing", []), problems.found.get("unexpected", [])
     advice = []
-    if any(n.startswith(prefix) for n in missing) and not any(
-        n.startswith(prefix) for n in checkpoint.entries
-    ):
-        advice.append(
-            "the checkpoint has no MTP layer, but its config asks for one: set num_nextn_predict_layers = 0"
-        )
+    if any(n.startswith(prefix) for n in missing) and not any(n.startswith(prefix) for n in checkpoint.entries):
+        advice.append("the checkpoint has no MTP layer, but its config asks for one: set num_nextn_predict_layers = 0")
     if any(n == f"{prefix}eh_proj.weight" for n in unexpected):
         advice.append(
             "the checkpoint has an MTP layer, but its config asks for none: set num_nextn_predict_layers = 1 "
             f"or ignore {prefix + '*'!r}"
         )
     if any(".indexer." in n and not n.startswith(prefix) for n in unexpected):
-        advice.append(
-            "layers that share an indexer (indexer_types) own none; to leave these out, ignore '*.indexer.*'"
-        )
+        advice.append("layers that share an indexer (indexer_types) own none; to leave these out, ignore '*.indexer.*'")
     return advice
 
 
@@ -186,9 +176,7 @@ def _precision_notes(fills: Sequence[Fill]) -> list[str]:
     notes = []
     rounded = [f.entry.name for f in fills if is_router_bias(f.entry.name) and f.entry.dtype.itemsize < 4]
     if rounded:
-        notes.append(
-            f"router biases stored below float32, which their spread needs; read as is: {shorten(rounded)}"
-        )
+        notes.append(f"router biases stored below float32, which their spread needs; read as is: {shorten(rounded)}")
     usual = min((f.entry.dtype.itemsize for f in fills if f.parameter == _EMBEDDING), default=0)
     narrowed = [f.entry.name for f in fills if f.entry.dtype.itemsize > max(usual, f.out.dtype.itemsize)]
     if narrowed:

@@ -67,9 +67,7 @@ def new_folder(final: Path) -> Iterator[FolderWriter]:
             _put_in_place(folder, final)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise CheckpointError(
-            f"cannot write {final}: {reason}; what was there before is untouched"
-        ) from error
+        raise CheckpointError(f"cannot write {final}: {reason}; what was there before is untouched") from error
 
 
 def delete_folder(folder: Path) -> None:

@@ -111,9 +111,7 @@ def read_header(path: Path) -> dict[str, Entry]:
         if size < _LENGTH_BYTES:
             raise CheckpointError(f"{path}: {size} bytes is too short for a safetensors file")
         if length > HEADER_LIMIT_BYTES:
-            raise CheckpointError(
-                f"{path}: header of {length} bytes is over the limit of {HEADER_LIMIT_BYTES}"
-            )
+            raise CheckpointError(f"{path}: header of {length} bytes is over the limit of {HEADER_LIMIT_BYTES}")
         if length > size - _LENGTH_BYTES:
             raise CheckpointError(f"{path}: header of {length} bytes does not fit a file of {size} bytes")
         header = _parse(path, file.read(length))
@@ -179,9 +177,7 @@ def _check_coverage(path: Path, entries: Sequence[Entry], data_start: int, size:
         end = entry.start + entry.num_bytes
     if end > size:
         last = next(e for e in entries if e.start + e.num_bytes > size)
-        raise CheckpointError(
-            f"{path}: truncated: tensor {last.name!r} ends at byte {end}, the file at {size}"
-        )
+        raise CheckpointError(f"{path}: truncated: tensor {last.name!r} ends at byte {end}, the file at {size}")
     if end < size:
         raise CheckpointError(f"{path}: {size - end} unused bytes after the last tensor")
 

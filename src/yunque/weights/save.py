@@ -74,10 +74,7 @@ def write_model(
     must stay float32 (the router and its bias) is not: its values are then already damaged.
     """
     _check(config, state)
-    pending = [
-        Pending.of(name, view, None if keeps_fp32(name) else dtype)
-        for name, _, view in checkpoint_views(state)
-    ]
+    pending = [Pending.of(name, view, None if keeps_fp32(name) else dtype) for name, _, view in checkpoint_views(state)]
     write_shards(writer, pending, shard_bytes)
     write_config(writer, config, dtype or state["model.embed_tokens.weight"].dtype)
 
@@ -101,9 +98,7 @@ def write_config(writer: FolderWriter, config: ModelConfig, dtype: torch.dtype) 
         "pad_token_id": config.pad_token_id,
         "eos_token_id": list(config.eos_token_id),
     }
-    writer.write_bytes(
-        GENERATION_CONFIG, _json({key: ids for key, ids in generation.items() if ids not in (None, [])})
-    )
+    writer.write_bytes(GENERATION_CONFIG, _json({key: ids for key, ids in generation.items() if ids not in (None, [])}))
 
 
 def _check(config: ModelConfig, state: Mapping[str, Tensor]) -> None:
@@ -112,7 +107,7 @@ def _check(config: ModelConfig, state: Mapping[str, Tensor]) -> None:
         "missing": [name for name in specs if name not in state],
         "unexpected": [name for name in state if name not in specs],
         "of another shape": [n for n, s in specs.items() if n in state and tuple(state[n].shape) != s.shape],
-        "not float32": [n for n, t in state.items() if keeps_fp32(n) and t.dtype != torch.float32],
+        "below float32": [n for n, t in state.items() if keeps_fp32(n) and t.dtype.itemsize < 4],
     }
     lines = [f"{kind}: {shorten(names)}" for kind, names in findings.items() if names]
     if lines:

@@ -27,9 +27,7 @@ MANIFEST = "manifest.json"
 RUN = "run.toml"
 _FORMAT = "yunque-snapshot"
 _VERSION = 1
-_TRAINING_FILES = tuple(
-    f"{tree}.{kind}" for tree in ("optimizer", "state") for kind in ("json", "safetensors")
-)
+_TRAINING_FILES = tuple(f"{tree}.{kind}" for tree in ("optimizer", "state") for kind in ("json", "safetensors"))
 _STEP = re.compile(r"step-(\d{8,})")
 
 _logger = get_logger(__name__)
@@ -89,9 +87,7 @@ class SnapshotStore:
         self, folder: Path | str, *, keep_last: int = 2, keep_best: int = 1, higher_is_better: bool = False
     ) -> None:
         if keep_last < 1 or keep_best < 0:
-            raise ConfigError(
-                f"keep_last is {keep_last} and keep_best {keep_best}; at least 1 and 0 are needed"
-            )
+            raise ConfigError(f"keep_last is {keep_last} and keep_best {keep_best}; at least 1 and 0 are needed")
         self.folder = Path(folder).absolute()
         self.keep_last = keep_last
         self.keep_best = keep_best
@@ -202,9 +198,7 @@ def read_manifest(snapshot: Path) -> Manifest:
     try:
         data = read_json(path)
         if data["format"] != _FORMAT or data["version"] != _VERSION:
-            raise CheckpointError(
-                f"{path}: {data['format']} version {data['version']}; expected {_FORMAT} {_VERSION}"
-            )
+            raise CheckpointError(f"{path}: {data['format']} version {data['version']}; expected {_FORMAT} {_VERSION}")
         files = {name: FileRecord(**record) for name, record in data["files"].items()}
         return Manifest(data["step"], data["sequence"], data["metric"], files)
     except DataError as error:

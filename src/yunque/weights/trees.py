@@ -67,9 +67,7 @@ def _flatten(tree: Tree, path: str, tensors: dict[str, Tensor]) -> Any:
         if all(type(key) is str and not key.startswith("$") for key in tree):
             return dict(zip(tree, values, strict=True))
         return {_ITEMS: [[key, value] for key, value in zip(tree, values, strict=True)]}
-    raise TypeError(
-        f"state{path and f' at {path}'} holds a {type(tree).__name__}, which cannot be saved: {tree!r}"
-    )
+    raise TypeError(f"state{path and f' at {path}'} holds a {type(tree).__name__}, which cannot be saved: {tree!r}")
 
 
 def _flatten_all(

@@ -73,9 +73,7 @@ class _Found:
     grad_weight_VD: Tensor | None
 
 
-def _chunk_by_chunk(
-    hidden_TD: Tensor, weight_VD: Tensor, live: _Live, chunk_tokens: int, found: _Found
-) -> None:
+def _chunk_by_chunk(hidden_TD: Tensor, weight_VD: Tensor, live: _Live, chunk_tokens: int, found: _Found) -> None:
     """Fill ``found``; ``weight_VD`` is wide already, each chunk of hidden rows is widened here."""
     num_live, wide = live.rows_L.shape[0], weight_VD.dtype
     tile_CV = weight_VD.new_empty((min(chunk_tokens, num_live), weight_VD.shape[0]))
@@ -93,9 +91,7 @@ def _chunk_by_chunk(
         if found.grad_hidden_TD is None and found.grad_weight_VD is None:
             continue
         # The weight of a token scales the small factors, not the tile.
-        errors_CV = probs_CV.scatter_add_(
-            1, targets_C1, probs_CV.new_full((1, 1), -1.0).expand_as(targets_C1)
-        )
+        errors_CV = probs_CV.scatter_add_(1, targets_C1, probs_CV.new_full((1, 1), -1.0).expand_as(targets_C1))
         weights_C1 = live.weights_L[part, None].to(wide)
         if found.grad_hidden_TD is not None:
             grad_CD = torch.mm(errors_CV, weight_VD).mul_(weights_C1)

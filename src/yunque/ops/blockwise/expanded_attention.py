@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -19,7 +21,13 @@ MASKED_QUERIES = 256
 
 
 def attend_expanded(
-    q_THE: Tensor, k_PHE: Tensor, v_PHV: Tensor, visibility: Visibility, *, scale: float, selection: Selection | None
+    q_THE: Tensor,
+    k_PHE: Tensor,
+    v_PHV: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    selection: Selection | None,
 ) -> Tensor:
     """softmax(scale q k^T) v over the allowed rows, [T, H, V]; same contract as ``reference.attention.attend`` with
     per-head keys and values. Differentiable; memory is linear in T and P."""
@@ -43,27 +51,28 @@ def _is_plain_causal(block: Block) -> bool:
     return block.causal and block.num_keys == block.num_queries
 
 
-def _heads_first(rows: Tensor) -> Tensor:
-    return rows.transpose(1, 2)
-
-
 def _attend_causal(q_THE: Tensor, k_PHE: Tensor, v_PHV: Tensor, visibility: Visibility, scale: float) -> Tensor:
     parts: list[Tensor] = []
     for block in visibility.blocks:
-        q, k, v = block.queries(q_THE), block.keys(k_PHE), block.keys(v_PHV)
-        out = F.scaled_dot_product_attention(*map(_heads_first, (q, k, v)), is_causal=True, scale=scale)
+        q, k, v = (x.transpose(1, 2) for x in (block.queries(q_THE), block.keys(k_PHE), block.keys(v_PHV)))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _attend_masked(
-    q_THE: Tensor, k_PHE: Tensor, v_PHV: Tensor, visibility: Visibility, scale: float, selection: Selection | None
+    q_THE: Tensor,
+    k_PHE: Tensor,
+    v_PHV: Tensor,
+    visibility: Visibility,
+    scale: float,
+    selection: Selection | None,
 ) -> Tensor:
-    parts = [
-        _attend_tile(tile.queries(q_THE), tile.keys(k_PHE), tile.keys(v_PHV), _bias(tile, selection, q_THE.dtype), scale)
-        for tile in _tiles(visibility)
-    ]
-    return torch.cat([part.flatten(0, 1) for part in parts]) if parts else torch.zeros_like(q_THE)
+    parts: list[Tensor] = []
+    for _, tiles in groupby(_tiles(visibility), key=lambda tile: (id(tile.block), tile.n0)):
+        rows = [_attend_tile(tile, (q_THE, k_PHE, v_PHV), selection, scale) for tile in tiles]
+        parts.append((rows[0] if len(rows) == 1 else torch.cat(rows, dim=1)).flatten(0, 1))
+    return torch.cat(parts) if parts else torch.zeros_like(q_THE)
 
 
 class _Recomputed(torch.autograd.Function):
@@ -71,7 +80,13 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_THE: Tensor, k_PHE: Tensor, v_PHV: Tensor, visibility: Visibility, positions: Tensor | None, scale: float
+        ctx: Any,
+        q_THE: Tensor,
+        k_PHE: Tensor,
+        v_PHV: Tensor,
+        visibility: Visibility,
+        positions: Tensor | None,
+        scale: float,
     ) -> Tensor:
         ctx.save_for_backward(q_THE, k_PHE, v_PHV, positions)
         ctx.visibility, ctx.scale = visibility, scale
@@ -83,18 +98,17 @@ class _Recomputed(torch.autograd.Function):
         d_q, d_k, d_v = torch.zeros_like(q_THE), torch.zeros_like(k_PHE), torch.zeros_like(v_PHV)
         grad_THV = grads[0].contiguous()
         for tile in _tiles(ctx.visibility):
-            bias = _bias(tile, _selection(positions), q_THE.dtype)
+            inputs = [x.detach().requires_grad_() for x in _heads_first(tile, (q_THE, k_PHE, v_PHV))]
             with torch.enable_grad():
-                inputs = [x.detach().requires_grad_() for x in (tile.queries(q_THE), tile.keys(k_PHE), tile.keys(v_PHV))]
-                part = _attend_tile(*inputs, bias, ctx.scale)
+                part = _attend(inputs, _bias(tile, _selection(positions), q_THE.dtype), ctx.scale)
             d_q_part, d_k_part, d_v_part = torch.autograd.grad(part, inputs, tile.queries(grad_THV))
-            tile.queries(d_q).copy_(d_q_part)
-            tile.keys(d_k).add_(d_k_part)
-            tile.keys(d_v).add_(d_v_part)
+            tile.queries(d_q).copy_(d_q_part.transpose(1, 2))
+            tile.keys(d_k).add_(d_k_part.transpose(1, 2))
+            tile.keys(d_v).add_(d_v_part.transpose(1, 2))
         return d_q, d_k, d_v, None, None, None
 
 
-def _tiles(visibility: Visibility):  # noqa: ANN202
+def _tiles(visibility: Visibility) -> tuple[Tile, ...]:
     return visibility.tiles(max_cells=MASKED_QUERIES * 4096, max_queries=MASKED_QUERIES)
 
 
@@ -111,6 +125,16 @@ def _bias(tile: Tile, selection: Selection | None, dtype: torch.dtype) -> Tensor
     return bias.masked_fill_(~mask_nqk, -torch.inf)[:, None]
 
 
-def _attend_tile(q_nqHE: Tensor, k_nkHE: Tensor, v_nkHV: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    q, k, v = map(_heads_first, (q_nqHE, k_nkHE, v_nkHV))
+def _heads_first(tile: Tile, qkv: tuple[Tensor, Tensor, Tensor]) -> list[Tensor]:
+    """The tile's queries [n, H, q, E], keys [n, H, k, E] and values [n, H, k, V]."""
+    return [x.transpose(1, 2) for x in (tile.queries(qkv[0]), tile.keys(qkv[1]), tile.keys(qkv[2]))]
+
+
+def _attend(qkv: Sequence[Tensor], bias: Tensor | None, scale: float) -> Tensor:
+    """Attention of heads-first tensors under an additive mask, [n, q, H, V]."""
+    q, k, v = qkv
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale).transpose(1, 2)
+
+
+def _attend_tile(tile: Tile, qkv: tuple[Tensor, Tensor, Tensor], selection: Selection | None, scale: float) -> Tensor:
+    return _attend(_heads_first(tile, qkv), _bias(tile, selection, qkv[0].dtype), scale)

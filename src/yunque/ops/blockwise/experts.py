@@ -16,19 +16,25 @@ FEW_ROWS = 8
 
 
 def routed_experts(
-    x_TD: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EXD: Tensor, down_EDI: Tensor, *, invariant: bool = False
+    x_TD: Tensor,
+    expert_Tk: Tensor,
+    weight_Tk: Tensor,
+    gate_up_EXD: Tensor,
+    down_EDI: Tensor,
+    *,
+    invariant: bool = False,
 ) -> Tensor:
     """As ``reference.experts.routed_experts``: [T, D]. ``weight_Tk`` may be fp32 beside a narrower ``x_TD``.
 
     ``invariant`` gives a token the same bits whatever its neighbours are (see ``ops.rows.linear``).
     """
     per_token = expert_Tk.shape[1]
-    if expert_Tk.numel() <= FEW_ROWS and not invariant and not torch.is_grad_enabled():
+    if expert_Tk.numel() <= FEW_ROWS and not invariant:
         return _few(x_TD, expert_Tk, weight_Tk, gate_up_EXD, down_EDI)
     order_N = expert_Tk.flatten().argsort(stable=True)
     counts_E = torch.bincount(expert_Tk.flatten(), minlength=gate_up_EXD.shape[0])
     rows_ND = x_TD.index_select(0, order_N // per_token)
-    sorted_experts = _one_by_one if invariant else _grouped
+    sorted_experts = _grouped if not invariant and _is_groupable(x_TD, down_EDI) else _one_by_one
     out_ND = sorted_experts(rows_ND, counts_E, gate_up_EXD, down_EDI)
     # Back in the token's own order of experts, the weighted sum is one small product per token.
     rank_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
@@ -46,6 +52,12 @@ def _few(x_TD: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EXD: Tensor
     inner_NI = F.silu(gate) * up
     out_ND = torch.stack([down_EDI[e].mv(row) for e, row in zip(experts, inner_NI, strict=True)])
     return _weighted_sum(out_ND, weight_Tk)
+
+
+def _is_groupable(x_TD: Tensor, down_EDI: Tensor) -> bool:
+    """Grouped products want at most four bytes a number and rows of a multiple of 16 bytes."""
+    size = x_TD.dtype.itemsize
+    return size <= 4 and all(width * size % 16 == 0 for width in down_EDI.shape[1:])
 
 
 def _grouped(rows_ND: Tensor, counts_E: Tensor, gate_up_EXD: Tensor, down_EDI: Tensor) -> Tensor:

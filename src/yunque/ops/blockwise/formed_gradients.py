@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 
-def with_gradients(
-    value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, name: str
-) -> Tensor:
+def with_gradients(value: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor | None], *, name: str) -> Tensor:
     """The scalar ``value`` as a function of ``inputs`` with the derivatives ``gradients`` (None: not wanted).
 
     A loss computed in tiles knows d loss / d inputs when it has the tile; forming it then saves recomputing

@@ -31,7 +31,9 @@ def index_kl(
 
     Gradients reach ``query_TJd``, ``key_Pd`` and ``head_weight_TJ`` only. Queries of weight 0, and queries
     that see or kept nothing, are skipped before any work. Arithmetic is float32 (float64 for float64 index
-    queries). ``weights_T`` is a constant, and a second derivative is refused.
+    queries). ``weights_T`` is a constant, and a second derivative is refused. Where few keys are kept of many,
+    the keys' gradient is added up by ``index_add_``: its order, hence its last bits, is fixed on a CPU, and
+    elsewhere under ``torch.use_deterministic_algorithms``.
 
     With u = weight * (softmax(I) - p) and g[t, j, s] = u[t, s] * [query[t, j] . key[s] > 0]:
     d query = head_weight * (g @ key), d head_weight = query . (g @ key), d key = g.T @ (head_weight * query).

@@ -24,9 +24,7 @@ KEY_CHUNK = 64
 
 
 @torch.no_grad()
-def select_invariant(
-    q_TJd: Tensor, k_Pd: Tensor, w_TJ: Tensor, visibility: Visibility, k: int
-) -> Selection:
+def select_invariant(q_TJd: Tensor, k_Pd: Tensor, w_TJ: Tensor, visibility: Visibility, k: int) -> Selection:
     """As ``reference.selection.select``, the same bits in any batch."""
     parts = [torch.empty((0, k), dtype=torch.int32, device=q_TJd.device)]
     for start in range(0, q_TJd.shape[0], QUERY_TILE):

@@ -52,8 +52,6 @@ def key_ranges(
                 break
             run, end, low, high, widest = run + 1, far, joined_low, joined_high, joined_widest
         starts_alike = int(first_L[begin:end].max()) == low
-        yield KeyRange(
-            begin, end, low, high + 1, int(last_L[begin:end].min()) + 1 - low if starts_alike else 0
-        )
+        yield KeyRange(begin, end, low, high + 1, int(last_L[begin:end].min()) + 1 - low if starts_alike else 0)
         begin = end
         run += end == ends[run]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from yunque.ops.visibility import Selection, Visibility
+from yunque.ops.visibility import Selection, Tile, Visibility
 
 # Shapes: T queries, P pool rows, H heads, R latent + rope width, C latent width (values), K kept;
 # n sequences, q queries and k keys of a tile; G gathered queries.
@@ -19,11 +20,21 @@ LOGIT_CELLS = 1 << 21
 
 
 def attend_latent(
-    q_THR: Tensor, pool_PR: Tensor, visibility: Visibility, *, scale: float, value_dim: int, selection: Selection | None
+    q_THR: Tensor,
+    pool_PR: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    value_dim: int,
+    selection: Selection | None,
 ) -> Tensor:
     """As ``reference.attention.attend``, [T, H, C], in tiles; memory does not grow with T x P. Differentiable."""
     if selection is None:
-        return _attend_visible(q_THR, pool_PR, visibility, scale, value_dim)
+        if not torch.is_grad_enabled():
+            return _attend_visible(q_THR, pool_PR, visibility, scale, value_dim)
+        out = _Visible.apply(q_THR, pool_PR, visibility, scale, value_dim)
+        assert isinstance(out, Tensor)
+        return out
     inputs = (q_THR, pool_PR, selection.positions_TK, visibility.first_T, scale, value_dim)
     if not torch.is_grad_enabled():
         return _attend_gathered(*inputs)
@@ -42,25 +53,74 @@ def _attend_gathered(
     return outs[0] if len(outs) == 1 else torch.cat(outs) if outs else q_THR[..., :value_dim]
 
 
-def _attend_visible(q_THR: Tensor, pool_PR: Tensor, visibility: Visibility, scale: float, value_dim: int) -> Tensor:
+def _attend_visible(
+    q_THR: Tensor, pool_PR: Tensor, visibility: Visibility, scale: float, value_dim: int
+) -> Tensor:
     out_THC = q_THR.new_empty((*q_THR.shape[:2], value_dim))
-    heads = q_THR.shape[1]
-    for tile in visibility.tiles(max_cells=LOGIT_CELLS // heads):
-        q_nqHR, rows_nkR = tile.queries(q_THR), tile.keys(pool_PR)
-        n, q = q_nqHR.shape[:2]
-        logits = torch.matmul(q_nqHR.flatten(1, 2), rows_nkR.transpose(1, 2)).view(n, q, heads, -1).float() * scale
-        if not tile.sees_everything:
-            logits = logits.masked_fill(~tile.visible()[:, :, None], -torch.inf)
-        weights = _softmax(logits).to(q_THR.dtype)
-        values = torch.matmul(weights.view(n, q * heads, -1), rows_nkR[..., :value_dim])
-        tile.queries(out_THC).copy_(values.view(n, q, heads, value_dim))
+    for tile in _visible_tiles(visibility, q_THR.shape[1]):
+        weights, rows_nkR = _visible_weights(tile, q_THR, pool_PR, scale)
+        values = torch.matmul(weights.to(q_THR.dtype).flatten(1, 2), rows_nkR[..., :value_dim])
+        tile.queries(out_THC).copy_(values.unflatten(1, weights.shape[1:3]))
     return out_THC
+
+
+def _visible_tiles(visibility: Visibility, heads: int) -> tuple[Tile, ...]:
+    return visibility.tiles(max_cells=LOGIT_CELLS // heads)
+
+
+def _visible_weights(tile: Tile, q_THR: Tensor, pool_PR: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention probabilities fp32 (or wider) [n, q, H, k] of a tile and the pool rows [n, k, R] they belong to."""
+    q_nqHR, rows_nkR = tile.queries(q_THR), tile.keys(pool_PR)
+    n, q, heads, _ = q_nqHR.shape
+    logits = torch.matmul(q_nqHR.flatten(1, 2), rows_nkR.transpose(1, 2)).view(n, q, heads, -1)
+    logits = logits.to(_wide(q_THR)).mul_(scale)
+    if not tile.sees_everything:
+        logits.masked_fill_(~tile.visible()[:, :, None], -torch.inf)
+    return _softmax(logits), rows_nkR
+
+
+class _Visible(torch.autograd.Function):
+    """Attention over all visible rows; the backward pass makes each tile's probabilities again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_THR: Tensor, pool_PR: Tensor, visibility: Visibility, scale: float, value_dim: int
+    ) -> Tensor:
+        ctx.save_for_backward(q_THR, pool_PR)
+        ctx.visibility, ctx.scale, ctx.value_dim = visibility, scale, value_dim
+        return _attend_visible(q_THR, pool_PR, visibility, scale, value_dim)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        q_THR, pool_PR = ctx.saved_tensors
+        grad_THC = grads[0].contiguous()
+        d_q, d_pool = torch.zeros_like(q_THR), torch.zeros_like(pool_PR)
+        for tile in _visible_tiles(ctx.visibility, q_THR.shape[1]):
+            weights, rows_nkR = _visible_weights(tile, q_THR, pool_PR, ctx.scale)
+            shape, weights = weights.shape[1:3], weights.flatten(1, 2)
+            grad, queries = tile.queries(grad_THC).flatten(1, 2), tile.queries(q_THR).flatten(1, 2)
+            d_logits = _logit_gradient(weights, grad, rows_nkR[..., : ctx.value_dim], ctx.scale)
+            tile.queries(d_q).copy_(torch.matmul(d_logits, rows_nkR).unflatten(1, shape))
+            d_rows = torch.matmul(d_logits.transpose(1, 2), queries)
+            d_rows[..., : ctx.value_dim] += torch.matmul(weights.to(q_THR.dtype).transpose(1, 2), grad)
+            tile.keys(d_pool).add_(d_rows)
+        return d_q, d_pool, None, None, None
+
+
+def _logit_gradient(weights: Tensor, grad: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Gradient of q . k from the output's gradient [B, X, C], probabilities [B, X, W] and values [B, W, C]."""
+    d_weights = torch.matmul(grad, values.transpose(1, 2)).to(weights.dtype)
+    mean = (d_weights * weights).sum(dim=-1, keepdim=True)
+    return ((d_weights - mean) * weights * scale).to(grad.dtype)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _softmax(logits: Tensor) -> Tensor:
     """Softmax over the last axis; a row without any key gives zeros, not NaN."""
-    weights = torch.softmax(logits, dim=-1)
-    return weights.nan_to_num_() if not weights.requires_grad else weights.nan_to_num()
+    return torch.softmax(logits, dim=-1).nan_to_num_()
 
 
 class _Gathered(torch.autograd.Function):
@@ -68,7 +128,13 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q_THR: Tensor, pool_PR: Tensor, positions_TK: Tensor, first_T: Tensor, scale: float, value_dim: int
+        ctx: Any,
+        q_THR: Tensor,
+        pool_PR: Tensor,
+        positions_TK: Tensor,
+        first_T: Tensor,
+        scale: float,
+        value_dim: int,
     ) -> Tensor:
         ctx.save_for_backward(q_THR, pool_PR, positions_TK, first_T)
         ctx.scale, ctx.value_dim = scale, value_dim
@@ -82,9 +148,7 @@ class _Gathered(torch.autograd.Function):
         value_dim = ctx.value_dim
         for part in _parts(q_THR, pool_PR, positions_TK, first_T):
             weights, grad_GHC = part.weights(q_THR, ctx.scale), grad_THC[part.span]
-            d_weights = torch.bmm(grad_GHC, part.rows_GKR[..., :value_dim].transpose(1, 2)).float()
-            mean = (d_weights * weights).sum(dim=-1, keepdim=True)
-            d_logits = ((d_weights - mean) * weights * ctx.scale).to(q_THR.dtype)
+            d_logits = _logit_gradient(weights, grad_GHC, part.rows_GKR[..., :value_dim], ctx.scale)
             torch.bmm(d_logits, part.rows_GKR, out=d_q[part.span])
             d_rows = torch.bmm(d_logits.transpose(1, 2), q_THR[part.span])
             d_rows[..., :value_dim] += torch.bmm(weights.to(q_THR.dtype).transpose(1, 2), grad_GHC)
@@ -102,14 +166,14 @@ class _Part:
         self.hidden_GK = positions_GK < 0 if bool((positions_GK[:, -1] < 0).any()) else None
 
     def weights(self, q_THR: Tensor, scale: float) -> Tensor:
-        """Attention probabilities fp32 [G, H, K]; padding gets 0, and so does a query that kept nothing."""
-        logits = torch.bmm(q_THR[self.span], self.rows_GKR.transpose(1, 2)).float().mul_(scale)
+        """Attention probabilities fp32 (or wider) [G, H, K]; padding gets 0, and so does a query that kept nothing."""
+        logits = torch.bmm(q_THR[self.span], self.rows_GKR.transpose(1, 2)).to(_wide(q_THR)).mul_(scale)
         if self.hidden_GK is None:
             return torch.softmax(logits, dim=-1)
         return _softmax(logits.masked_fill_(self.hidden_GK[:, None], -torch.inf))
 
 
-def _parts(q_THR: Tensor, pool_PR: Tensor, positions_TK: Tensor, first_T: Tensor):  # noqa: ANN202
+def _parts(q_THR: Tensor, pool_PR: Tensor, positions_TK: Tensor, first_T: Tensor) -> Iterator[_Part]:
     step = max(1, GATHER_CELLS // (positions_TK.shape[1] * pool_PR.shape[1]))
     for start in range(0, q_THR.shape[0], step):
         span = slice(start, min(start + step, q_THR.shape[0]))

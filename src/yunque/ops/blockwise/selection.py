@@ -39,17 +39,18 @@ def select(
 
 
 def tile_scores(tile: Tile, q_TJd: Tensor, k_Pd: Tensor, w_TJ: Tensor) -> Tensor:
-    """Index scores of one tile, fp32 [n, q, num_keys]."""
-    q_nqJd, keys_nkd, w_nqJ = tile.queries(q_TJd).float(), tile.keys(k_Pd), tile.queries(w_TJ).float()
+    """Index scores of one tile, fp32 (float64 for float64 queries) [n, q, num_keys]."""
+    wide = torch.promote_types(q_TJd.dtype, torch.float32)
+    q_nqJd, keys_nkd, w_nqJ = tile.queries(q_TJd).to(wide), tile.keys(k_Pd), tile.queries(w_TJ).to(wide)
     n, q, heads, _ = q_nqJd.shape
     q_nxd = q_nqJd.flatten(1, 2)
     if tile.num_keys * q_nxd[:, :, 0].numel() <= PRODUCT_CELLS:
-        products = torch.matmul(q_nxd, keys_nkd.float().transpose(1, 2)).relu_()
+        products = torch.matmul(q_nxd, keys_nkd.to(wide).transpose(1, 2)).relu_()
         return torch.matmul(w_nqJ.unsqueeze(2), products.view(n, q, heads, -1)).squeeze(2)
-    out_nqk = torch.empty((n, q, tile.num_keys), dtype=torch.float32, device=q_TJd.device)
+    out_nqk = torch.empty((n, q, tile.num_keys), dtype=wide, device=q_TJd.device)
     key_step = max(64, PRODUCT_CELLS // q_nxd[:, :, 0].numel())
     for start in range(0, tile.num_keys, key_step):
-        part_nkd = keys_nkd[:, start : start + key_step].float()
+        part_nkd = keys_nkd[:, start : start + key_step].to(wide)
         products = torch.matmul(q_nxd, part_nkd.transpose(1, 2)).relu_()
         head_sum = torch.matmul(w_nqJ.unsqueeze(2), products.view(n, q, heads, -1))
         out_nqk[:, :, start : start + key_step] = head_sum.squeeze(2)

@@ -22,13 +22,20 @@ def allowed(visibility: Visibility, num_rows: int, selection: Selection | None) 
 
 
 def attend(
-    q_THR: Tensor, pool_PR: Tensor, visibility: Visibility, *, scale: float, value_dim: int, selection: Selection | None
+    q_THR: Tensor,
+    pool_PR: Tensor,
+    visibility: Visibility,
+    *,
+    scale: float,
+    value_dim: int,
+    selection: Selection | None,
 ) -> Tensor:
     """Absorbed MLA: out[t, h] = sum_s softmax_s(scale * q[t, h] . pool[s]) pool[s, :C] over the allowed rows.
 
     Returns [T, H, C]; a query that sees nothing gets zeros (DeepSeek-V2 report, section 2.1; softmax in fp32).
     """
     mask_TP = allowed(visibility, pool_PR.shape[0], selection)
-    logits = torch.einsum("thr,pr->thp", q_THR.float(), pool_PR.float()) * scale
+    wide = torch.promote_types(q_THR.dtype, torch.float32)
+    logits = torch.einsum("thr,pr->thp", q_THR.to(wide), pool_PR.to(wide)) * scale
     weights = torch.softmax(logits.masked_fill(~mask_TP[:, None], -torch.inf), dim=-1).nan_to_num()
-    return torch.einsum("thp,pc->thc", weights, pool_PR[:, :value_dim].float()).to(q_THR.dtype)
+    return torch.einsum("thp,pc->thc", weights, pool_PR[:, :value_dim].to(wide)).to(q_THR.dtype)

@@ -27,9 +27,7 @@ class CrossEntropy:
     correct_T: Tensor
 
 
-def linear_cross_entropy(
-    hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, weights_T: Tensor
-) -> CrossEntropy:
+def linear_cross_entropy(hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, weights_T: Tensor) -> CrossEntropy:
     """-sum_t weights_t * log softmax(hidden_t @ weight.T)[targets_t], over the tokens with a target.
 
     Logits and softmax are float32, or float64 for float64 inputs.

@@ -9,10 +9,8 @@ from torch import Tensor
 # Shapes: T tokens, D model, E experts, I expert width, k experts per token.
 
 
-def routed_experts(
-    x_TD: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EXD: Tensor, down_EDI: Tensor
-) -> Tensor:
-    """y[t] = sum_i weight[t, i] * down_e(silu(gate_e x) * up_e x), e = expert[t, i]; gate rows come first in gate_up."""
+def routed_experts(x_TD: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EXD: Tensor, down_EDI: Tensor) -> Tensor:
+    """y[t] = sum_i weight[t, i] * down_e(silu(gate_e x) * up_e x), e = expert[t, i]; gate rows come first."""
     out = torch.zeros_like(x_TD)
     width = down_EDI.shape[-1]
     for token in range(x_TD.shape[0]):

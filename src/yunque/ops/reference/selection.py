@@ -12,8 +12,13 @@ from yunque.ops.visibility import Selection, Visibility
 
 
 def index_scores(q_TJd: Tensor, k_Pd: Tensor, w_TJ: Tensor) -> Tensor:
-    """I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s]) in fp32 (DeepSeek-V3.2 report, eq. 1; scales are inside w)."""
-    return torch.einsum("tj,tjp->tp", w_TJ.float(), torch.einsum("tjd,pd->tjp", q_TJd.float(), k_Pd.float()).relu())
+    """I[t, s] = sum_j w[t, j] * relu(q[t, j] . k[s]) in fp32 or wider (DeepSeek-V3.2 report, eq. 1).
+
+    The scales are inside w.
+    """
+    wide = torch.promote_types(q_TJd.dtype, torch.float32)
+    products = torch.einsum("tjd,pd->tjp", q_TJd.to(wide), k_Pd.to(wide)).relu()
+    return torch.einsum("tj,tjp->tp", w_TJ.to(wide), products)
 
 
 def select(q_TJd: Tensor, k_Pd: Tensor, w_TJ: Tensor, visibility: Visibility, k: int) -> Selection:

@@ -1,0 +1,1 @@
+"""The command line: it reads arguments, constructs, and prints; everything else receives."""

@@ -1,0 +1,50 @@
+"""``yunque``: one parser for all commands, errors as one line, exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from yunque import __version__
+from yunque.cli import convert, generate, info, train
+from yunque.core import logging
+from yunque.core.errors import YunqueError
+
+#: Exit codes: a mistake in what was asked; stopped on request (the shell's convention for SIGINT).
+MISTAKE = 2
+STOPPED = 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command."""
+    parser = argparse.ArgumentParser(
+        prog="yunque", description="Train, adapt and run GLM-5-architecture models of any size."
+    )
+    parser.add_argument("--version", action="version", version=f"yunque {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in (train, generate, info, convert):
+        module.add_commands(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. A mistake prints one line on standard error, without a traceback."""
+    args = build_parser().parse_args(argv)
+    logging.setup("info")
+    try:
+        return args.run(args)
+    except YunqueError as error:
+        print(f"yunque {args.command}: {error}", file=sys.stderr)
+        return STOPPED if _is_stop(error) else MISTAKE
+    except KeyboardInterrupt:
+        print(f"yunque {args.command}: stopped", file=sys.stderr)
+        return STOPPED
+    except BrokenPipeError:
+        # The reader of our output went away (`yunque info glm-5 | head`): nothing is left to say.
+        sys.stderr.close()
+        return 0
+
+
+def _is_stop(error: YunqueError) -> bool:
+    return type(error).__name__ == "Interrupted"
