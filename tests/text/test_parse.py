@@ -261,7 +261,10 @@ def test_an_unknown_tool_is_reported_and_is_no_call(tokenizer: Tokenizer) -> Non
     assert failure.index is None
     assert (result.content, result.tool_calls, result.finish_reason) == ("Ok.", (), "stop")
     assert not [e for e in events if isinstance(e, ToolCallStart | ToolCallDelta)]
-    assert parsed(tokenizer, "<tool_call>f</tool_call>", tools=[]).failures[0].reason is FailureReason.UNKNOWN_TOOL
+    assert parsed(tokenizer, "<tool_call>f</tool_call>", tools=[]).failures[0].reason == "unknown tool"
+    twice = TurnParser(tokenizer, tools, in_reasoning=False)
+    known = twice.feed(*tokenizer.encode_with_special("<tool_call>f</tool_call><tool_call>search</tool_call>"))
+    assert [e for e in known if isinstance(e, ToolCallStart)] == [ToolCallStart(0, "search")]
 
 
 @pytest.mark.parametrize(

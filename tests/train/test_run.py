@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from runs import nano_run
 from safetensors.torch import load_file
+from training_runs import nano_run
 
 from yunque.core.errors import ConfigError
 from yunque.core.metrics import read_jsonl
@@ -26,6 +26,8 @@ from yunque.train.run import execute
 from yunque.train.settings import RunConfig, run_from_mapping
 from yunque.train.signals import Interrupted, StopRequest
 from yunque.weights.models import load_model
+
+pytestmark = pytest.mark.xdist_group("train_run")
 
 DETAILS_OF_TIME = {"seconds", "tokens_per_s"}
 
@@ -137,7 +139,7 @@ class Looks:
             os.kill(os.getpid(), signal.SIGKILL)
         return float(self.count)
 
-LAST_LOOK = 16
+LAST_LOOK = 14
 output, cache = (Path(json.loads(argument)) for argument in sys.argv[1:])
 changes = {"hooks": {"snapshot_every_tokens": 256, "snapshot_every_s": 0.0}, "threads": 1}
 execute(_run(cache, output, "pretrain", **changes), Console(quiet=True), clock=Looks())

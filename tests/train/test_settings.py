@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import tomli_w
-from runs import nano_run
+from training_runs import nano_run
 
 from yunque.core.config import to_mapping
 from yunque.core.errors import ConfigError

@@ -153,13 +153,14 @@ class ModelConfig:
                 raise ConfigError(f"config key {key} is {data[key]!r}; this model supports {allowed[0]!r} only")
         values: dict[str, Any] = {f.name: data[f.name] for f in fields(cls) if data.get(f.name) is not None}
         values.update({**_rope(data), **_experts(data), "model_type": model_type})
-        values["eos_token_id"] = _ids(data.get("eos_token_id"))
-        values["indexer_types"] = _indexer_types(data, int(data["num_hidden_layers"]))
-        # An absent key means DeepSeek's half-split layout; GLM releases always carry it.
-        values["indexer_rope_interleave"] = bool(data.get("indexer_rope_interleave", False))
-        missing = [name for name in _REQUIRED if name not in values]
+        missing = [name for name in (*_REQUIRED, "first_k_dense_replace", "rope_theta") if name not in values]
         if missing:
             raise ConfigError(f"config lacks {', '.join(missing)}")
+        values["eos_token_id"] = _ids(data.get("eos_token_id"))
+        values["indexer_types"] = _indexer_types(data, int(values["num_hidden_layers"]))
+        values.setdefault("num_nextn_predict_layers", 0)
+        # Without the key the layout is that of the family: transformers' GLM class has no other, DeepSeek's no key.
+        values.setdefault("indexer_rope_interleave", model_type == "glm_moe_dsa")
         return cls(**values)
 
     def to_hf(self) -> dict[str, Any]:

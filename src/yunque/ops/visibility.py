@@ -73,11 +73,15 @@ class Tile:
 
     def queries(self, rows_T: Tensor) -> Tensor:
         """View [n, q, ...] of the tile's query rows."""
-        return self.block.queries(rows_T)[self.n0 : self.n1, self.q0 : self.q1]
+        block = self.block
+        start = block.query_start + self.n0 * block.query_stride + self.q0
+        return _rows(rows_T, start, block.query_stride, self.n1 - self.n0, self.q1 - self.q0)
 
     def keys(self, pool_P: Tensor) -> Tensor:
         """View [n, num_keys, ...] of the pool rows that the tile looks at."""
-        return self.block.keys(pool_P)[self.n0 : self.n1, : self.num_keys]
+        block = self.block
+        start = block.key_start + self.n0 * block.key_stride
+        return _rows(pool_P, start, block.key_stride, self.n1 - self.n0, self.num_keys)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:

@@ -137,9 +137,12 @@ def _declared(schema: Mapping[str, Any]) -> frozenset[str]:
 
 
 def _enumerated(schema: Mapping[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+    """The values that ``enum`` and ``const`` leave, or None when the schema has neither."""
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else None
+    if "const" not in schema:
+        return values
+    const = schema["const"]
+    return [const] if values is None or any(_equal(const, value) for value in values) else []
 
 
 def _type_of(value: Any) -> str:

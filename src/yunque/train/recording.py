@@ -51,7 +51,8 @@ class EvaluationHook:
             self.measure(state.step)
 
     def measure(self, step: int) -> Mapping[str, float]:
-        """Evaluate now and write the losses down under ``step``, unless that was done at this step already."""
+        """Evaluate now and write the losses down under ``step``, unless that was done at this step
+        already."""
         if self.last is not None and self.last[0] == step:
             return self.last[1]
         values = self._evaluate()

@@ -13,14 +13,14 @@ from yunque.train.step import StepReport
 
 
 class SnapshotHook:
-    """Calls ``save`` (metric of this very step or None -> folder) when a snapshot is due.
+    """Calls ``save``, which returns the snapshot's folder, when one is due.
 
     It stands after the evaluation hook. After a request to stop it saves and raises ``Interrupted``.
     """
 
     def __init__(
         self,
-        save: Callable[[float | None], Path],
+        save: Callable[[], Path],
         evaluation: EvaluationHook,
         stop: StopRequest,
         *,
@@ -45,7 +45,7 @@ class SnapshotHook:
         by_tokens = is_due(report.tokens, report.step_tokens, self._every_tokens)
         if not (is_best or by_time or by_tokens or self._stop.requested):
             return
-        folder = self._save(self._evaluation.metric_at(state.step))
+        folder = self._save()
         self._saved_at_s = state.clock()
         if self._stop.requested:
             raise Interrupted(

@@ -38,13 +38,16 @@ class Progress:
     """Where a stage stands, as a snapshot stores it beside weights and optimiser.
 
     ``seconds`` of training, the first and latest training loss and the held-out losses ``before`` belong to
-    the stage's record; ``best`` is the lowest held-out loss so far.
+    the stage's record; ``best`` is the lowest held-out loss so far, ``measured`` the latest losses, of step
+    ``measured_at``.
     """
 
     step: int = 0
     tokens: int = 0
     loader: Any = None
     best: float | None = None
+    measured_at: int = -1
+    measured: dict[str, float] | None = None
     seconds: float = 0.0
     first_loss: float | None = None
     last_loss: float | None = None

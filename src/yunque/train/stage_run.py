@@ -107,11 +107,13 @@ def _train_and_measure(shop: Workshop, index: int, parts: StageParts) -> tuple[P
             sinks=sinks,
         )
         evaluation.best = progress.best
+        if progress.measured is not None:
+            evaluation.last = (progress.measured_at, progress.measured)
         stack.enter_context(shop.stop.listening(lambda line: shop.console.print(line)))
         if progress.before is None:
             progress.before = dict(evaluation.measure(0))
         snapshots = SnapshotHook(
-            lambda metric: _save(shop, index, parts, evaluation.best, metric),
+            lambda: _save(shop, index, parts, evaluation),
             evaluation,
             shop.stop,
             every_tokens=hooks.snapshot_every_tokens,
@@ -127,7 +129,7 @@ def _train_and_measure(shop: Workshop, index: int, parts: StageParts) -> tuple[P
                 fit(state, parts.feed, loss, steps=segment.end_step, hooks=every_step)
         after = dict(evaluation.measure(state.step))
         evaluation.improved_at(state.step)
-        return _save(shop, index, parts, evaluation.best, evaluation.metric_at(state.step)), after
+        return _save(shop, index, parts, evaluation), after
 
 
 def _held_out(parts: StageParts, attentions: tuple[Attention, ...]) -> dict[str, float]:
@@ -163,16 +165,20 @@ def _sinks(shop: Workshop, index: int, parts: StageParts, stack: contextlib.Exit
     return jsonl, board
 
 
-def _save(shop: Workshop, index: int, parts: StageParts, best: float | None, metric: float | None) -> Path:
-    progress = parts.progress
-    progress.loader, progress.best = parts.loader.state(), best
+def _save(shop: Workshop, index: int, parts: StageParts, evaluation: EvaluationHook) -> Path:
+    """A snapshot of this moment, with the held-out loss as its metric if that was measured at this very
+    step."""
+    progress, state = parts.progress, parts.state
+    progress.loader, progress.best = parts.loader.state(), evaluation.best
+    if evaluation.last is not None:
+        progress.measured_at, progress.measured = evaluation.last[0], dict(evaluation.last[1])
     progress.threads, progress.settings = torch.get_num_threads(), shop.settings(index)
     content = SnapshotParts(
         config=parts.config,
-        model=parts.state.model.state_dict(),
-        optimizer=parts.state.optimizer.state(),
+        model=state.model.state_dict(),
+        optimizer=state.optimizer.state(),
         progress=progress.to_tree(),
         run_toml=to_toml(shop.run),
         files=shop.text.files,
     )
-    return parts.store.save(parts.state.step, content, metric=metric)
+    return parts.store.save(state.step, content, metric=evaluation.metric_at(state.step))

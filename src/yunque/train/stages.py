@@ -190,7 +190,8 @@ class Midtrain(LanguageStage):
 
 @dataclass(frozen=True, kw_only=True)
 class DsaWarmup(StageSettings):
-    """Only the indexers learn, the MTP layer's included, by KL divergence from the dense attention they imitate."""
+    """Only the indexers learn, the MTP layer's included, by KL divergence from the dense attention they
+    imitate."""
 
     kind: Literal["dsa_warmup"] = "dsa_warmup"
 

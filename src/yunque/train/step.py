@@ -25,10 +25,11 @@ class NonFiniteError(YunqueError):
 
 @dataclass(frozen=True, kw_only=True)
 class StepReport:
-    """What one step did. ``step`` and ``tokens`` count it in; ``objective`` is what was minimised, per loss token.
+    """What one step did. ``step`` and ``tokens`` count it in; ``objective`` is what was minimised, per loss
+    token.
 
-    ``metrics`` are the loss's own ratios over the whole step, "loss" among them where there is a next-token loss;
-    ``grad_norm`` is before clipping.
+    ``metrics`` are the loss's own ratios over the whole step, "loss" among them where there is a next-token
+    loss; ``grad_norm`` is before clipping.
     """
 
     step: int

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import yunque
 
 
 def nano_run(**changes: Any) -> dict[str, Any]:
-    """A five-stage run of the smallest model on the built-in corpus and synthetic conversations."""
+    """A five-stage run of the smallest model on a little code and synthetic conversations."""
     rate = {"kind": "constant", "lr_peak": 3e-3}
     common = {"tokens": 512, "sequence_length": 64, "tokens_per_step": 128, "sources": ["text"]}
     base: dict[str, Any] = {
@@ -16,8 +19,9 @@ def nano_run(**changes: Any) -> dict[str, Any]:
         "tokenizer": {"vocab_size": 512, "sources": ["text"], "max_bytes": 200_000},
         "data": {
             "held_out_batches": 2,
+            "held_out_share": 0.2,
             "sources": {
-                "text": {"kind": "builtin", "content": ["docs"]},
+                "text": {"kind": "code", "path": str(Path(yunque.__file__).parent / "core")},
                 "chats": {"kind": "tools", "num_train": 40, "num_held_out": 20},
             },
         },

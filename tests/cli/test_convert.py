@@ -1,0 +1,42 @@
+"""``yunque convert`` keeps every bit, both ways."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from yunque.cli.main import main
+from yunque.weights import load_model
+
+
+def test_hugging_face_to_snapshot_and_back_keeps_every_bit(checkpoint: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(checkpoint), str(tmp_path / "snap"), "--to", "snapshot"]) == 0
+    assert main(["convert", str(tmp_path / "snap"), str(tmp_path / "back")]) == 0
+    before, after = load_model(checkpoint).state_dict(), load_model(tmp_path / "back").state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    for name in ("tokenizer.json", "chat_template.jinja", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (checkpoint / name).read_bytes()
+
+
+def test_dtype_converts_all_but_the_router(checkpoint: Path, tmp_path: Path) -> None:
+    assert main(["convert", str(checkpoint), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
+    model = load_model(tmp_path / "half")
+    kinds = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    assert {kind for name, kind in kinds.items() if ".mlp.gate." in name} == {torch.float32}
+    assert {kind for name, kind in kinds.items() if ".mlp.gate." not in name} == {torch.bfloat16}
+
+
+def test_an_existing_target_is_refused_unless_overwrite(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = str(tmp_path / "out")
+    assert main(["convert", str(checkpoint), target]) == 0
+    assert main(["convert", str(checkpoint), target]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert main(["convert", str(checkpoint), target, "--overwrite"]) == 0
+
+
+def test_shard_size_must_be_positive(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(checkpoint), str(tmp_path / "x"), "--shard-gb", "0"]) == 2
+    assert "--shard-gb is 0.0" in capsys.readouterr().err

@@ -1,0 +1,71 @@
+"""The README's first command, a few steps long; and killed in the middle."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STAGES = ["pretrain", "midtrain", "dsa_warmup", "dsa_sparse", "sft"]
+#: The same five stages on a smaller vocabulary and fewer tokens than --quick, for runs that are made twice.
+SMALL = ["stage.*.tokens=8_192", "stage.*.tokens_per_step=2_048", "hooks.snapshot_every_s=0.01"]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "yunque", "quickstart", "--quick", *arguments]
+
+
+@pytest.fixture(scope="module")
+def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Tokenised text, made by whichever run comes first."""
+    return f"data.cache={str(tmp_path_factory.mktemp('cache'))!r}"
+
+
+def test_quickstart_trains_adapts_and_writes(tmp_path: Path, shared_cache: str) -> None:
+    done = subprocess.run(command(shared_cache), cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "quickstart-quick"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert [stage["title"] for stage in summary["stages"]] == STAGES
+    first = summary["stages"][0]
+    assert first["after"]["heldout_dense"] < first["before"]["heldout_dense"] - 0.5
+    assert isinstance(summary["dense_sparse_gap"], float)
+    assert (folder / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert {"config.json", "tokenizer.json", "chat_template.jinja"} <= {p.name for p in (folder / "model").iterdir()}
+    for heading in ("a completion", "a tool call", "next:"):
+        assert heading in done.stdout
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_same_command_ends_with_the_same_model(tmp_path: Path, shared_cache: str) -> None:
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    run = command(*SMALL, shared_cache)
+    subprocess.run(run, cwd=tmp_path / "whole", check=True, capture_output=True, timeout=600)
+    kills = 0
+    for wait_s in (4.0, 9.0, 14.0, 19.0):
+        process = subprocess.Popen(
+            run, cwd=tmp_path / "killed", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
+        )
+        time.sleep(wait_s)
+        if process.poll() is not None:
+            break
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        kills += 1
+    assert kills >= 2
+    subprocess.run(run, cwd=tmp_path / "killed", check=True, capture_output=True, timeout=600)
+    assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+
+
+def digest(folder: Path) -> str:
+    """Hash of the final model's weights."""
+    model = folder / "runs" / "quickstart-quick" / "model"
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(model.glob("*.safetensors"))]
+    assert hashes
+    return "".join(hashes)
