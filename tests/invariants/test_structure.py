@@ -23,6 +23,7 @@ LEVELS = {
     **dict.fromkeys(["rl", "evals"], 6),
     **dict.fromkeys(["hardware", "launch"], 7),
     **dict.fromkeys(["recipes", "cli"], 8),
+    "__main__": 9,
 }
 TORCH_FREE = [name for name in ("core", "text", "protocol", "agents", "evals") if (SOURCE / name).is_dir()]
 ORACLES = {"transformers", "jinja2", "jsonschema", "pytest", "hypothesis"}

@@ -1,12 +1,14 @@
+import json
 import re
 from itertools import chain, groupby
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from yunque.core.errors import TemplateError
-from yunque.text import CONTROL_TOKENS, TAG_TOKENS, Tokenizer, train_bpe
+from yunque.text import CONTROL_TOKENS, TAG_TOKENS, Tokenizer
 from yunque.text.lexer import Symbol, Tag, TagLexer
 
 PIECES = [*TAG_TOKENS, "<", "</", "<th", "ink>", "<arg_", "<<think", ">", "a", "é😀", "\n", "<|user|>"]
@@ -77,8 +79,11 @@ def test_a_tag_ends_a_character_that_was_cut(tokenizer: Tokenizer) -> None:
     assert symbols == ["\ufffd", Tag("</think>"), "\ufffd"]
 
 
-def test_a_vocabulary_without_tags_needs_text_tags() -> None:
-    bare = Tokenizer(train_bpe(["a"], 274)._plain)
+def test_a_vocabulary_without_tags_needs_text_tags(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path)
+    content = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**content, "added_tokens": []}), "utf-8")
+    bare = Tokenizer.load(tmp_path)
     with pytest.raises(TemplateError, match=r"lacks <think>, .*text_tags=True"):
         TagLexer(bare, text_tags=False)
     lexer = TagLexer(bare, text_tags=True)

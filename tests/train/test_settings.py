@@ -54,7 +54,7 @@ def test_overrides_reach_one_stage_or_all_and_the_model(tmp_path: Path) -> None:
         ("optimizer.kind=moun", "unknown value 'moun' in optimizer.kind; did you mean 'muon'"),
         ("stage.sft.kind=stf", "unknown kind 'stf'"),
         ("stage.sft.sources=['chat']", "unknown source 'chat' in stage 'sft'; did you mean 'chats'"),
-        ("stage.sft.sequence_length=4000", "exceeds the model's max_position_embeddings 2048"),
+        ("model.max_position_embeddings=1024", "2048 exceeds the model's max_position_embeddings 1024"),
         ("stage.sft.microbatches=3", "2048 is not divisible by microbatches 3"),
         ("stage.sft.microbatches=4", r"microbatch of 512 tokens .* below sequence_length 2048"),
         ("model.num_nextn_predict_layers=0", "the model has no MTP layer"),
@@ -62,6 +62,7 @@ def test_overrides_reach_one_stage_or_all_and_the_model(tmp_path: Path) -> None:
         ("tokenizer.path=somewhere", "either path"),
         ("tokenizer.sources=['chats']", "holds conversations"),
         ("stage.midtrain.name=pretrain", "two stages are called 'pretrain'"),
+        ("stage.midtrain.name='../x'", r"name is '\.\./x'; it becomes a folder"),
         ("stage.pretrain.schedule.warmup_tokens=512", "leaves nothing of 512 tokens"),
     ],
 )

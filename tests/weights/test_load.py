@@ -244,7 +244,7 @@ def test_tensors_read_in_small_pieces_have_the_same_bits(tmp_path, wanted):
     _load(folder, whole, threads=1)
     matching = match(open_checkpoint(folder), pieced, (), exact=False)
     with open_reader(matching) as reader:
-        batches = list(batches_of(matching, piece_bytes=1000))
+        batches = list(batches_of(matching, batch_bytes=1000))
         for batch in batches:
             reader.fill(batch)
     assert max(piece.num_bytes for batch in batches for piece in batch) <= 1000

@@ -20,6 +20,8 @@ from yunque.weights.safetensors_file import (
     HEADER_LIMIT_BYTES,
     Entry,
     Pending,
+    as_bytes,
+    read_adjacent,
     read_header,
     read_into,
     read_tensors,
@@ -137,6 +139,31 @@ def test_tensor_is_read_into_the_memory_it_belongs_to(tmp_path):
         read_into(file.fileno(), read_header(path)["a"], stacked[1])
     assert stacked.data_ptr() == address
     assert stacked.flatten().tolist() == [0.0] * 6 + [0.0, 1.0, 2.0, 3.0, 4.0, 5.0] + [0.0] * 6
+
+
+@pytest.mark.parametrize("count", [1, 1024, 3000])
+def test_any_number_of_adjacent_tensors_is_read_at_once(tmp_path, count):
+    path = tmp_path / "a.safetensors"
+    sizes = [i % 4 for i in range(count)]
+    save_file({f"t{i:04d}": torch.full((size,), i, dtype=torch.int32) for i, size in enumerate(sizes)}, path)
+    entries = list(read_header(path).values())
+    tensors = [torch.empty(entry.shape, dtype=torch.int32) for entry in entries]
+    with open(path, "rb", buffering=0) as file:
+        parts = [(entry, as_bytes(tensor)) for entry, tensor in zip(entries, tensors, strict=True)]
+        read_adjacent(file.fileno(), parts, entries[0].start)
+    assert all(t.tolist() == [int(e.name[1:])] * t.numel() for e, t in zip(entries, tensors, strict=True))
+
+
+def test_file_cut_within_adjacent_tensors_names_the_one_that_is_short(tmp_path):
+    path = tmp_path / "a.safetensors"
+    save_file({name: torch.ones(10) for name in "abc"}, path)
+    entries = list(read_header(path).values())
+    with open(path, "r+b") as file:
+        file.truncate(entries[1].start + 4)
+    with open(path, "rb", buffering=0) as file:
+        parts = [(entry, as_bytes(torch.empty(10))) for entry in entries]
+        with pytest.raises(CheckpointError, match=rf"tensor 'b': the file ends at byte {entries[1].start + 4}"):
+            read_adjacent(file.fileno(), parts, entries[0].start)
 
 
 def test_pending_tensor_is_made_only_when_written(tmp_path):

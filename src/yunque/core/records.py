@@ -113,9 +113,7 @@ class Message:
             role,
             _content(message.get("content", ""), f"{where}.content"),
             _optional_text(message, ("reasoning_content", "reasoning"), where),
-            tuple(
-                ToolCall.from_openai(call, where=f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)
-            ),
+            tuple(ToolCall.from_openai(call, where=f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)),
             _optional_text(message, ("tool_call_id",), where),
             _optional_text(message, ("name",), where),
         )

@@ -10,6 +10,11 @@ from yunque.core.errors import ConfigError
 
 IndexerType = Literal["full", "shared"]
 
+_ARCHITECTURES: Mapping[str, str] = {
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+}
+
 #: Keys of a Hugging Face config that change the numbers and that this model supports in one value only.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -148,6 +153,8 @@ class ModelConfig:
     def from_hf(cls, data: Mapping[str, Any]) -> ModelConfig:
         """Read a released ``config.json``; a key that asks for other numbers than ours raises ``ConfigError``."""
         model_type = data.get("model_type", "glm_moe_dsa")
+        if model_type not in _ARCHITECTURES:
+            raise ConfigError(f"model_type is {model_type!r}; valid: {', '.join(_ARCHITECTURES)}")
         for key, allowed in _FIXED.items():
             if key in data and data[key] is not None and data[key] not in allowed:
                 raise ConfigError(f"config key {key} is {data[key]!r}; this model supports {allowed[0]!r} only")
@@ -167,9 +174,8 @@ class ModelConfig:
         """The ``config.json`` mapping that Hugging Face, vLLM and SGLang read."""
         skip = {"rope_theta", "indexer_types", "latent_norm_eps", "eos_token_id"}
         out: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in skip}
-        arch = "GlmMoeDsaForCausalLM" if self.model_type == "glm_moe_dsa" else "DeepseekV32ForCausalLM"
         out.update(
-            architectures=[arch],
+            architectures=[_ARCHITECTURES[self.model_type]],
             num_key_value_heads=self.num_attention_heads,
             head_dim=self.qk_rope_head_dim,
             hidden_act="silu",
@@ -227,7 +233,7 @@ def _experts(data: Mapping[str, Any]) -> dict[str, Any]:
     dense = sum(kind == "dense" for kind in types)
     if list(types) != ["dense"] * dense + ["sparse"] * (len(types) - dense):
         raise ConfigError(f"mlp_layer_types must be dense layers followed by sparse ones, got {list(types)}")
-    if data.get("first_k_dense_replace", dense) != dense:
+    if min(data.get("first_k_dense_replace", dense), len(types)) != dense:
         raise ConfigError(
             f"first_k_dense_replace {data['first_k_dense_replace']} disagrees with mlp_layer_types ({dense} dense)"
         )

@@ -88,8 +88,9 @@ class Trace:
     selections: dict[int, Selection | None] = field(default_factory=dict)
     experts: dict[int, Tensor] = field(default_factory=dict)
 
-    def add(self, layer: int, out: LayerOutput) -> None:
-        self.hidden[layer] = out.hidden_TD
+    def add(self, layer: int, out: LayerOutput, num_tokens: int) -> None:
+        """Record ``layer``, without the rows of padding behind its tokens."""
+        self.hidden[layer] = out.hidden_TD[:num_tokens]
         self.selections[layer] = out.selection
         if out.expert_Tk is not None:
             self.experts[layer] = out.expert_Tk

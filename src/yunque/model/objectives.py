@@ -11,7 +11,7 @@ from torch import Tensor
 
 from yunque.model.batch import NO_TARGET, PackedBatch
 from yunque.model.cache import PackedView
-from yunque.model.forward import ForwardMode, SideLosses
+from yunque.model.forward import ForwardMode, ForwardOutput, SideLosses
 from yunque.model.transformer import MTPState, Transformer, shift_within_documents
 from yunque.ops.blockwise.cross_entropy import linear_cross_entropy
 
@@ -91,7 +91,7 @@ class LanguageModelLoss:
         )
         out = model(batch.tokens_T, view, mode)
         steps = config.mtp_steps if config.mtp_weight > 0 and model.config.num_nextn_predict_layers else 0
-        rows = _Rows.collect(model, batch, weights_T, mode, view, out.hidden_TD, out.side, steps)
+        rows = _Rows.collect(model, _Pass(batch, weights_T, view, mode, out), steps=steps)
         scale = config.mtp_weight / max(steps, 1)
         part_weights = torch.cat([w if k == 0 else w * scale for k, w in enumerate(rows.weights)])
         loss = linear_cross_entropy(
@@ -119,11 +119,22 @@ class IndexerWarmupLoss:
         mode = ForwardMode(attention="dense", index_loss_T=weights_T, indexer_only=True)
         out = model(batch.tokens_T, view, mode)
         if model.config.num_nextn_predict_layers:
-            _Rows.collect(model, batch, weights_T, mode, view, out.hidden_TD, out.side, steps=1)
+            _Rows.collect(model, _Pass(batch, weights_T, view, mode, out), steps=1)
         total = out.side.index_kl
         assert total is not None
         count = weights_T.sum()
         return LossOutput(total, count, {"index_kl": Ratio(total.detach(), count)})
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A finished main pass over a batch, with what the MTP steps need to go on from it."""
+
+    batch: PackedBatch
+    weights_T: Tensor
+    view: PackedView
+    mode: ForwardMode
+    out: ForwardOutput
 
 
 @dataclass(frozen=True)
@@ -135,28 +146,19 @@ class _Rows:
     weights: list[Tensor]
 
     @classmethod
-    def collect(
-        cls,
-        model: Transformer,
-        batch: PackedBatch,
-        weights_T: Tensor,
-        mode: ForwardMode,
-        view: PackedView,
-        hidden_TD: Tensor,
-        side: SideLosses,
-        steps: int,
-    ) -> _Rows:
-        rows = cls([hidden_TD], [batch.targets_T], [weights_T])
-        state = MTPState(hidden_TD, None, 0)
+    def collect(cls, model: Transformer, main: _Pass, *, steps: int) -> _Rows:
+        """Unroll ``steps`` MTP steps; their side losses join the main pass's."""
+        batch, start = main.batch, main.batch.document_start_T
+        rows = cls([main.out.hidden_TD], [batch.targets_T], [main.weights_T])
+        state = MTPState(main.out.hidden_TD, None, 0)
         for ahead in range(1, steps + 1):
-            start = batch.document_start_T
             # A row without a token ahead takes token 0: nothing looks at it, later rows of a document see earlier ones.
             next_tokens_T = shift_within_documents(batch.tokens_T, start, ahead, 0)
-            state, layer_out = model.predict_next(state, next_tokens_T, view, mode)
-            side.add(model.config.num_hidden_layers, layer_out)
+            state, layer_out = model.predict_next(state, next_tokens_T, main.view, main.mode)
+            main.out.side.add(model.config.num_hidden_layers, layer_out)
             rows.hidden.append(state.hidden_TD)
             rows.targets.append(shift_within_documents(batch.targets_T, start, ahead, NO_TARGET))
-            rows.weights.append(shift_within_documents(weights_T, start, ahead, 0.0))
+            rows.weights.append(shift_within_documents(main.weights_T, start, ahead, 0.0))
         return rows
 
 

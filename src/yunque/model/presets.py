@@ -73,7 +73,7 @@ def _tiny() -> ModelConfig:
 
 
 def _nano() -> ModelConfig:
-    """A few ten thousand parameters, every mechanism present: for tests."""
+    """About 0.1 M parameters, every mechanism present: for tests."""
     return ModelConfig(
         vocab_size=256,
         hidden_size=32,

@@ -75,7 +75,7 @@ class Transformer(nn.Module):
                 x_TD, selection = out.hidden_TD, out.selection
                 side.add(layer.layer, out)
                 if trace is not None:
-                    trace.add(layer.layer, out)
+                    trace.add(layer.layer, out, step.num_tokens)
             hidden_TD = self.model.norm(x_TD)[: step.num_tokens]
         return ForwardOutput(hidden_TD, side, trace)
 

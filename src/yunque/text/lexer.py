@@ -35,9 +35,7 @@ class TagLexer:
         if not text_tags:
             missing = [token for token in TAG_TOKENS if tags[token] is None]
             if missing:
-                raise TemplateError(
-                    f"the tokenizer lacks {', '.join(missing)}; text_tags=True finds them in text"
-                )
+                raise TemplateError(f"the tokenizer lacks {', '.join(missing)}; text_tags=True finds them in text")
         self._tags = {token_id: Tag(token) for token, token_id in tags.items() if token_id is not None}
         self._decoder = IncrementalDecoder(tokenizer)
         self._text_tags = text_tags

@@ -15,10 +15,12 @@ from torch import Tensor
 from yunque.core.errors import CheckpointError
 from yunque.weights.fp8 import Fp8Format, dequantise
 from yunque.weights.matching import Fill, Matching
-from yunque.weights.safetensors_file import Entry, read_into
+from yunque.weights.safetensors_file import Entry, as_bytes, read_adjacent, read_into
 
-#: Big tensors are read in pieces of this size and small ones together: work for threads, little at once.
+#: Tensors are cut into pieces of this size: little to convert at once.
 PIECE_BYTES = 4 * 2**20
+#: What a thread takes at a time.
+BATCH_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,31 @@ class TensorReader:
     fp8: Fp8Format
 
     def fill(self, pieces: Sequence[Piece]) -> Counter[str]:
-        """Fill some pieces of a model; returns how many elements of each parameter were written."""
+        """Fill some pieces of a model; returns how many elements of each parameter were written.
+
+        Pieces that follow each other in a file and need no conversion are read by one call.
+        """
         written: Counter[str] = Counter()
+        run: list[tuple[Entry, memoryview]] = []
+        run_file, run_start, run_end = Path(), 0, 0
         for piece in pieces:
             out = piece.fill.out.detach()
             out = out[piece.start : piece.stop] if out.dim() else out
-            self._read(piece, out)
+            entry = piece.fill.entry
+            if not _is_direct(entry, out):
+                self._read(piece, out)
+            else:
+                position = entry.start + piece.start * _row_bytes(entry)
+                if run and (entry.file, position) != (run_file, run_end):
+                    read_adjacent(self.descriptors[run_file], run, run_start)
+                    run.clear()
+                if not run:
+                    run_file, run_start = entry.file, position
+                run.append((entry, as_bytes(out)))
+                run_end = position + piece.num_bytes
             written[piece.fill.parameter] += out.numel()
+        if run:
+            read_adjacent(self.descriptors[run_file], run, run_start)
         return written
 
     def read(self, fill: Fill) -> Tensor:
@@ -78,7 +98,7 @@ class TensorReader:
     def _read(self, piece: Piece, out: Tensor) -> None:
         entry, offset = piece.fill.entry, piece.start * _row_bytes(piece.fill.entry)
         descriptor = self.descriptors[entry.file]
-        if entry.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous():
+        if _is_direct(entry, out):
             read_into(descriptor, entry, out, offset)
             return
         stored = torch.empty(out.shape, dtype=entry.dtype)
@@ -105,15 +125,15 @@ def open_reader(matching: Matching) -> Iterator[TensorReader]:
         yield TensorReader(descriptors, matching.fp8)
 
 
-def batches_of(matching: Matching, piece_bytes: int = PIECE_BYTES) -> Iterator[list[Piece]]:
-    """All pieces in file order, put together to batches of at least ``piece_bytes``."""
+def batches_of(matching: Matching, batch_bytes: int = BATCH_BYTES) -> Iterator[list[Piece]]:
+    """All pieces in file order, put together to batches of at least ``batch_bytes``."""
     batch: list[Piece] = []
     size = 0
     for fill in sorted(matching.fills, key=lambda fill: (fill.entry.file, fill.entry.start)):
-        for piece in pieces_of(fill, matching.fp8, piece_bytes):
+        for piece in pieces_of(fill, matching.fp8, min(PIECE_BYTES, batch_bytes)):
             batch.append(piece)
             size += piece.num_bytes
-            if size >= piece_bytes:
+            if size >= batch_bytes:
                 yield batch
                 batch, size = [], 0
     if batch:
@@ -128,6 +148,11 @@ def pieces_of(fill: Fill, fp8: Fp8Format, piece_bytes: int = PIECE_BYTES) -> Ite
         step = max(fp8.block[0], step // fp8.block[0] * fp8.block[0])
     for start in range(0, rows, step):
         yield Piece(fill, start, min(start + step, rows))
+
+
+def _is_direct(entry: Entry, out: Tensor) -> bool:
+    """Whether the file's bytes are the tensor's bytes."""
+    return entry.dtype == out.dtype and out.device.type == "cpu" and out.is_contiguous()
 
 
 def _row_bytes(entry: Entry) -> int:

@@ -24,7 +24,9 @@ from yunque.core.errors import CheckpointError
 #: The same limit as the safetensors library, so that every file it reads is read here.
 HEADER_LIMIT_BYTES = 100_000_000
 _LENGTH_BYTES = 8
-_READ_AT_MOST = 1 << 30
+_WRITE_AT_MOST = 1 << 30
+#: Limit of the system for one call (IOV_MAX).
+_BUFFERS_AT_MOST = 1024
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -188,16 +190,30 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 
 def read_into(descriptor: int, entry: Entry, out: Tensor, offset: int = 0) -> None:
-    """Fill the contiguous CPU tensor ``out`` from the entry's bytes at ``offset``. Threads may share a file.
+    """Fill the contiguous CPU tensor ``out`` from the entry's bytes at ``offset``; errors as `read_adjacent`."""
+    read_adjacent(descriptor, [(entry, as_bytes(out))], entry.start + offset)
 
-    Raises ``CheckpointError`` when the file ends first (it was cut after its header was read).
+
+def read_adjacent(descriptor: int, parts: Sequence[tuple[Entry, memoryview]], position: int) -> None:
+    """Fill several pieces of memory, one after the other, with what a file holds from ``position`` on.
+
+    Few system calls for many small tensors; several threads may share the file. Raises ``CheckpointError``, naming
+    file and tensor, when the file ends first (it was cut after its header was read).
     """
-    memory, position = as_bytes(out), entry.start + offset
-    while memory:
-        count = os.preadv(descriptor, [memory[:_READ_AT_MOST]], position)
+    rest = [(entry, memory) for entry, memory in parts if memory]
+    while rest:
+        count = os.preadv(descriptor, [memory for _, memory in rest[:_BUFFERS_AT_MOST]], position)
         if count == 0:
+            entry = rest[0][0]
             raise CheckpointError(f"{entry.file}: tensor {entry.name!r}: the file ends at byte {position}")
-        memory, position = memory[count:], position + count
+        position += count
+        filled = 0
+        while filled < len(rest) and count >= len(rest[filled][1]):
+            count -= len(rest[filled][1])
+            filled += 1
+        rest = rest[filled:]
+        if count:
+            rest[0] = (rest[0][0], rest[0][1][count:])
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -239,6 +255,6 @@ def write_tensors(file: BinaryIO, tensors: Sequence[Pending]) -> FileRecord:
 def _write(file: BinaryIO, digest: Any, part: memoryview) -> int:
     done = 0
     while done < len(part):
-        done += file.write(part[done : done + _READ_AT_MOST])
+        done += file.write(part[done : done + _WRITE_AT_MOST])
     digest.update(part)
     return done
