@@ -76,9 +76,7 @@ sources = st.builds(
     weight=finite,
     columns=st.lists(text, max_size=3).map(tuple),
 )
-optimizers = st.builds(AdamW, lr=st.floats(1e-9, 1e9), betas=st.tuples(finite, finite)) | st.builds(
-    Muon, lr=finite
-)
+optimizers = st.builds(AdamW, lr=st.floats(1e-9, 1e9), betas=st.tuples(finite, finite)) | st.builds(Muon, lr=finite)
 trains = st.builds(
     Train,
     steps=st.integers(1, 2**63 - 1),

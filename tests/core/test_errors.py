@@ -6,9 +6,7 @@ from yunque.core import errors
 from yunque.core.errors import nearest, unknown
 
 
-@pytest.mark.parametrize(
-    "kind", [errors.ConfigError, errors.DataError, errors.CheckpointError, errors.TemplateError]
-)
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.DataError, errors.CheckpointError, errors.TemplateError])
 def test_every_error_is_caught_as_yunque_error_and_as_value_error(kind):
     with pytest.raises(errors.YunqueError):
         raise kind("x")

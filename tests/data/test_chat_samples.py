@@ -36,9 +36,7 @@ class Shown:
 
 @pytest.fixture
 def show(tokenizer: Tokenizer) -> Any:
-    def show(
-        messages: list[dict[str, Any]], chat_format: str, thinking: ThinkingMode = "interleaved"
-    ) -> list[Shown]:
+    def show(messages: list[dict[str, Any]], chat_format: str, thinking: ThinkingMode = "interleaved") -> list[Shown]:
         conversation = parse_conversation({"messages": messages}, "a:1")
         settings = ConversationSource(path=".", thinking=thinking)
         shown = []
@@ -90,9 +88,7 @@ def test_cleared_thinking_gives_one_sample_for_each_turn_as_inference_sees_it(sh
     ("chat_format", "thinking"),
     [("glm-5", "preserved"), ("glm-5.1", "preserved"), ("glm-5.3", "interleaved")],
 )
-def test_preserved_thinking_gives_one_sample_with_every_turn(
-    show: Any, chat_format: str, thinking: str
-) -> None:
+def test_preserved_thinking_gives_one_sample_with_every_turn(show: Any, chat_format: str, thinking: str) -> None:
     (sample,) = show([HI, THOUGHT, BYE, THOUGHT], chat_format, thinking)
     assert sample.learned == "greet</think>hello<|user|> greet</think>hello<|endoftext|>"
 
@@ -114,8 +110,7 @@ def test_thinking_is_switched_turn_by_turn(show: Any) -> None:
             "greet</think>hello<|user|>",
         ),
         Shown(
-            "[gMASK]<sop><|user|>hi<|assistant|></think>hello<|user|>bye"
-            "<|assistant|></think>hello<|endoftext|>",
+            "[gMASK]<sop><|user|>hi<|assistant|></think>hello<|user|>bye<|assistant|></think>hello<|endoftext|>",
             "hello<|endoftext|>",
         ),
     ]
@@ -156,7 +151,7 @@ def test_every_learned_token_is_what_inference_would_sample(
 ) -> None:
     """Before the first learned token of a turn stands the prompt that inference renders for that turn."""
     renderer = Renderer(tokenizer, chat_format)
-    settings = ToolChatSource(num_train=40, two_turn_share=1.0, reasoning_share=0.5, thinking=thinking)
+    settings = ToolChatSource(num_train=40, max_questions=2, reasoning_share=0.5, thinking=thinking)
     for index, row in enumerate(tool_chats(settings, "train")):
         conversation = parse_conversation(row, f"tools:{index}")
         samples = chat_samples(conversation, renderer, settings)
@@ -172,9 +167,7 @@ def _starts(sample: Any) -> list[int]:
     return [i for i in range(len(sample.mask)) if sample.mask[i] and not sample.mask[i - 1]]
 
 
-def _prompt_before(
-    at: int, row: dict[str, Any], renderer: Renderer, thinking: ThinkingMode
-) -> tuple[int, ...]:
+def _prompt_before(at: int, row: dict[str, Any], renderer: Renderer, thinking: ThinkingMode) -> tuple[int, ...]:
     raw = [
         {k: v for k, v in message.items() if thinking != "off" or k != "reasoning_content"}
         for message in row["messages"]

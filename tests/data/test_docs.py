@@ -29,9 +29,7 @@ class PartOfARun:
 
 
 def _blocks(language: str) -> list[str]:
-    return re.findall(
-        rf"^```{language}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
 
 
 def test_tables_are_valid_configurations() -> None:
@@ -62,11 +60,7 @@ def test_every_kind_and_reason_is_listed() -> None:
     kinds = [source.__dataclass_fields__["kind"].default for source in AnySource.__args__]
     assert all(f"| `{kind}` |" in page for kind in kinds)
     nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
-    calls = [
-        node.args
-        for node in nodes
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "problem"
-    ]
+    calls = [node.args for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "problem"]
     reasons = {args[2].value for args in calls if len(args) > 2 and isinstance(args[2], ast.Constant)}
     assert len(reasons) > 12
     assert {reason for reason in reasons if f"`{reason}`" not in page} == set()

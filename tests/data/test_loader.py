@@ -67,24 +67,18 @@ def _are_equal(one: PackedBatch, other: PackedBatch) -> bool:
     return all(torch.equal(getattr(one, name), getattr(other, name)) for name in names)
 
 
-DOCUMENTS = st.lists(
-    st.tuples(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.booleans()), min_size=1
-)
+DOCUMENTS = st.lists(st.tuples(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.booleans()), min_size=1)
 
 
 @given(DOCUMENTS, st.integers(0, 3))
-def test_assembling_equals_the_plain_construction(
-    documents: list[tuple[list[int], bool]], padding: int
-) -> None:
+def test_assembling_equals_the_plain_construction(documents: list[tuple[list[int], bool]], padding: int) -> None:
     """Against PackedBatch.from_documents, with padding as documents of one token."""
     made = [
         TokenDocument(np.array(ids), (np.array(ids) % 2).astype(np.uint8) if masked else None, "")
         for ids, masked in documents
     ]
     masks = [[i % 2 for i in ids] if masked else [1] * len(ids) for ids, masked in documents]
-    plain = PackedBatch.from_documents(
-        [ids for ids, _ in documents] + [[7]] * padding, masks + [[0]] * padding
-    )
+    plain = PackedBatch.from_documents([ids for ids, _ in documents] + [[7]] * padding, masks + [[0]] * padding)
     batch = assemble(made, padding=padding, pad_id=7)
     assert _are_equal(batch, plain)
     assert batch.loss_mask_T.dtype == torch.float32
@@ -143,9 +137,7 @@ def test_seeds_change_the_order_and_nothing_else(tokenizer: Tokenizer, folder: P
     assert torch.equal(tokens[0].sort().values, tokens[2].sort().values)
 
 
-def test_a_finite_loader_ends_with_a_shorter_batch_and_every_token_once(
-    tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_a_finite_loader_ends_with_a_shorter_batch_and_every_token_once(tokenizer: Tokenizer, folder: Path) -> None:
     sources = {"rows": JsonlSource(path=str(folder / "rows.jsonl"), split="train", max_epochs=2)}
     loader = _loader(_config(folder, sources=sources, mixture=MixtureConfig()), tokenizer, folder)
     batches = list(loader)
@@ -156,9 +148,7 @@ def test_a_finite_loader_ends_with_a_shorter_batch_and_every_token_once(
     assert loader.epochs == {"rows": 2.0}
 
 
-def test_held_out_batches_are_the_same_every_time_and_not_in_training(
-    tokenizer: Tokenizer, folder: Path
-) -> None:
+def test_held_out_batches_are_the_same_every_time_and_not_in_training(tokenizer: Tokenizer, folder: Path) -> None:
     config = _config(folder, held_out_share=0.2, held_out_batches=5)
     held_out = _held_out(config, tokenizer, folder)
     first, second = list(held_out), list(held_out)
@@ -206,9 +196,7 @@ def test_a_source_without_a_usable_document_is_named(tokenizer: Tokenizer, folde
 def test_a_state_of_other_data_is_refused(tokenizer: Tokenizer, folder: Path) -> None:
     path = folder / "changing.txt"
     path.write_text("one\n")
-    config = _config(
-        folder, sources={"notes": TextSource(path=str(path), split="train")}, mixture=MixtureConfig()
-    )
+    config = _config(folder, sources={"notes": TextSource(path=str(path), split="train")}, mixture=MixtureConfig())
     state = _loader(config, tokenizer, folder).state()
     path.write_text("another\n")
     with pytest.raises(DataError, match="source 'notes' does not hold the documents"):
@@ -220,9 +208,7 @@ def test_conversations_that_are_too_long_are_announced(
 ) -> None:
     config = _config(folder, packing=PackingConfig(300, 300))
     loader = _loader(config, tokenizer, folder)
-    announced = re.search(
-        r"have more than sequence_length 300 tokens and lose their ends; of (\d+) ", caplog.text
-    )
+    announced = re.search(r"have more than sequence_length 300 tokens and lose their ends; of (\d+) ", caplog.text)
     assert announced is not None
     assert int(announced[1]) > 0
     for _ in range(40):

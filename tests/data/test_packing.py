@@ -31,9 +31,7 @@ def _batches(packer: Packer) -> Iterator[tuple[list[Piece], int]]:
 
 
 @given(CONFIGS, DOCUMENTS)
-def test_every_token_is_packed_exactly_once_and_batches_are_full(
-    config: PackingConfig, documents: Lengths
-) -> None:
+def test_every_token_is_packed_exactly_once_and_batches_are_full(config: PackingConfig, documents: Lengths) -> None:
     packer = _packer(config, documents)
     batches = list(_batches(packer))
     covered: dict[int, list[tuple[int, int]]] = {}
@@ -66,9 +64,7 @@ def test_text_is_packed_without_padding(config: PackingConfig, documents: Length
 
 
 @given(CONFIGS, DOCUMENTS, st.integers(0, 8))
-def test_a_restored_packer_goes_on_with_the_same_batches(
-    config: PackingConfig, documents: Lengths, after: int
-) -> None:
+def test_a_restored_packer_goes_on_with_the_same_batches(config: PackingConfig, documents: Lengths, after: int) -> None:
     packer = _packer(config, documents)
     drawn = [0]
     pieces = [Piece("s", i, 0, length, whole) for i, (length, whole) in enumerate(documents)]
@@ -96,9 +92,7 @@ def test_a_buffer_of_one_keeps_the_stream_in_order() -> None:
 
 
 def test_the_longest_that_fits_comes_next_and_nothing_waits_for_ever() -> None:
-    packer = _packer(
-        PackingConfig(10, 10), [(5, True), (3, True), (7, True), (4, True), (1, True), (9, True)]
-    )
+    packer = _packer(PackingConfig(10, 10), [(5, True), (3, True), (7, True), (4, True), (1, True), (9, True)])
     packed = [([p.document for p in pieces], padding) for pieces, padding in _batches(packer)]
     assert packed == [([0, 3, 4], 0), ([1, 2], 0), ([5], 0)]
 

@@ -141,9 +141,7 @@ def test_text_line_ends_become_newlines(make_file: MakeFile) -> None:
 
 
 @given(st.text(st.characters(codec="utf-8", exclude_characters="\0\r"), min_size=1), st.integers(1, 12))
-def test_the_parts_of_a_cut_text_are_the_text(
-    tmp_path_factory: pytest.TempPathFactory, text: str, bound: int
-) -> None:
+def test_the_parts_of_a_cut_text_are_the_text(tmp_path_factory: pytest.TempPathFactory, text: str, bound: int) -> None:
     path = tmp_path_factory.mktemp("cut") / "a.txt"
     path.write_bytes(text.encode())
     log = ReadLog()

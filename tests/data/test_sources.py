@@ -58,9 +58,7 @@ def test_changed_files_and_settings_are_tokenised_again(opener: SourceOpener, ma
     path.write_bytes(b"hello again")
     second = opener.open("a", source, "train")
     assert second.num_tokens > first.num_tokens
-    assert (
-        opener.open("a", TextSource(path=str(path), split="train", max_chars=3), "train").num_documents == 4
-    )
+    assert opener.open("a", TextSource(path=str(path), split="train", max_chars=3), "train").num_documents == 4
 
 
 def test_every_kind_of_file_is_read(opener: SourceOpener, make_file: MakeFile) -> None:
@@ -84,9 +82,7 @@ def test_every_kind_of_file_is_read(opener: SourceOpener, make_file: MakeFile) -
         assert sum(both) == 1
 
 
-def test_a_conversation_that_cannot_be_learned_from_is_a_problem(
-    opener: SourceOpener, make_file: MakeFile
-) -> None:
+def test_a_conversation_that_cannot_be_learned_from_is_a_problem(opener: SourceOpener, make_file: MakeFile) -> None:
     wrong = {"role": "assistant", "content": "x", "train": False}
     chats = [
         {"messages": [{"role": "user", "content": "hi"}, wrong]},
@@ -126,7 +122,7 @@ def test_what_was_read_is_logged_also_from_the_cache(
 
 
 def test_generated_conversations_are_learned_in_both_splits(opener: SourceOpener) -> None:
-    source = ToolChatSource(num_train=30, num_held_out=10, two_turn_share=0)
+    source = ToolChatSource(num_train=30, num_held_out=10, max_questions=1)
     stores = [opener.open("tools", source, split) for split in ("train", "held_out")]
     assert [store.num_documents for store in stores] == [30, 10]
     assert all(store.mask is not None and 0.01 < store.mask.mean() < 0.5 for store in stores)

@@ -23,9 +23,7 @@ def _documents(number: int, masked: bool = False, highest: int = 300) -> Iterato
         yield TokenDocument(tokens, (tokens % 2).astype(np.uint8) if masked else None, f"d{index}")
 
 
-def _store(
-    cache: Path, documents: Iterator[TokenDocument], name: str = "a", vocab_size: int = 300
-) -> TokenStore:
+def _store(cache: Path, documents: Iterator[TokenDocument], name: str = "a", vocab_size: int = 300) -> TokenStore:
     log = ReadLog()
     log.problem("x.txt", 3, "empty text")
     return cached_store(cache, name, {"made_of": name}, documents, log, vocab_size=vocab_size, whole=False)
@@ -33,9 +31,7 @@ def _store(
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(65_536, np.uint16), (65_537, np.uint32)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_a_store_gives_back_every_document(
-    tmp_path: Path, vocab_size: int, dtype: type, masked: bool
-) -> None:
+def test_a_store_gives_back_every_document(tmp_path: Path, vocab_size: int, dtype: type, masked: bool) -> None:
     expected = list(_documents(50, masked, vocab_size))
     store = _store(tmp_path, iter(expected), vocab_size=vocab_size)
     assert store.tokens.dtype == dtype

@@ -34,8 +34,7 @@ def test_no_held_out_call_or_small_talk_is_in_training(train: list[Row]) -> None
     held_out = list(tool_chats(ToolChatSource(num_held_out=1000), "held_out"))
     assert not set(_calls(train)) & set(_calls(held_out))
     asked = [
-        {m["content"] for row in rows for m in row["messages"] if m["role"] == "user"}
-        for rows in (train, held_out)
+        {m["content"] for row in rows for m in row["messages"] if m["role"] == "user"} for rows in (train, held_out)
     ]
     assert not asked[0] & asked[1]
 

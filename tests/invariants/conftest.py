@@ -1,6 +1,6 @@
-"""Lets the tests of this folder build models as the model's own tests do."""
+"""Lets the tests of this folder build models and meter tensors as the tests of the rooms do."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "model"))
+sys.path[:0] = [str(Path(__file__).parent.parent / room) for room in ("model", "ops")]

@@ -7,9 +7,7 @@ max |delta log p| <= 1e-5 in fp32. A ``batch_invariant`` model gives equal bits 
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -105,20 +103,17 @@ def test_packed_documents_equal_separate_ones(seed):
     assert (log_probs(model, documents) - separate).abs().max() <= TOLERANCE
 
 
-def test_a_document_does_not_feel_its_neighbours():
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_document_feels_neither_its_neighbours_nor_a_token_later_ones(batch_invariant):
     config = draw_config(3, index_topk=5)
-    model, documents = build(config, 3), random_documents(config, [12, 20, 9])
+    model, documents = build(config, 3, batch_invariant=batch_invariant), random_documents(config, [12, 20, 9])
     before = log_probs(model, documents)[12:32]
     others = random_documents(config, [12, 20, 9], seed=7)
-    after = log_probs(model, [others[0], documents[1], others[2]])[12:32]
-    assert torch.equal(before, after)
-
-
-def test_a_token_does_not_feel_later_tokens():
-    config = draw_config(2, index_topk=5)
-    model, (document,) = build(config, 2), random_documents(config, [30])
-    changed = [*document[:20], *((token + 1) % config.vocab_size for token in document[20:])]
-    assert torch.equal(log_probs(model, [document])[:20], log_probs(model, [changed])[:20])
+    beside_others = log_probs(model, [others[0], documents[1], others[2]])[12:32]
+    with_another_end = log_probs(model, [documents[1][:15] + others[1][15:]])[:15]
+    limit = 0.0 if batch_invariant else TOLERANCE
+    assert (beside_others - before).abs().max() <= limit
+    assert (with_another_end - before[:15]).abs().max() <= limit
 
 
 # ---- one shot, chunks, one token at a time
@@ -128,7 +123,7 @@ def test_a_token_does_not_feel_later_tokens():
 @pytest.mark.parametrize("steps", [STEPS, one_at_a_time(LENGTHS)], ids=["chunks of 1, 3, 2", "one at a time"])
 @pytest.mark.parametrize("mode", [{}, {"always_score": True}, {"attention": "dense"}], ids=str)
 def test_steps_over_a_cache_equal_one_packed_pass(seed, steps, mode):
-    """transformers#44052: the index cache was reset when more than one token was decoded. vllm#47827, sglang-jax#1036."""
+    """transformers#44052: the index cache was reset by a step of several tokens. vllm#47827, sglang-jax#1036."""
     config = draw_config(seed, index_topk=6, index_n_heads=16)
     model, documents = build(config, seed), random_documents(config, LENGTHS, seed)
     got = torch.cat(run_in_steps(model, documents, steps, **mode))
@@ -342,16 +337,21 @@ def test_twenty_training_passes_give_the_same_bits():
         assert all(torch.equal(found[name], first[name]) for name in first)
 
 
-def test_bf16_paths_agree_where_their_choices_do():
-    """The rule holds in fp32; in bf16 paths still select alike almost everywhere and stay within its rounding."""
-    config = replace(draw_config(6, index_topk=6, index_n_heads=16))
+def test_bf16_paths_stay_within_its_rounding():
+    config = draw_config(6, index_topk=6, index_n_heads=16)
     model, documents = build(config, 6).bfloat16(), random_documents(config, LENGTHS, 6)
-    out = run(model, PackedBatch.from_documents(documents))
-    replay = Replay(out.trace.selections, out.trace.experts)
     expected = log_probs(model, documents)
-    order = random.Random(0).sample(range(3), 3)
-    again = log_probs(model, documents, replay=replay)
-    assert torch.equal(again, expected)
     got = torch.cat(run_in_steps(model, documents, STEPS))
+    # Eight bits of mantissa; a choice on the edge moves whole rows, so the median is what rounding leaves.
     assert (got - expected).abs().median() < 0.02
-    assert order
+    assert torch.equal(log_probs(model, documents), expected)
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_bf16_invariant_models_give_equal_bits_on_all_paths(seed):
+    config, model = invariant(seed, index_topk=6)
+    model = model.bfloat16()
+    documents = random_documents(config, LENGTHS, seed)
+    expected = log_probs(model, documents)
+    for steps in (STEPS, one_at_a_time(LENGTHS)):
+        assert torch.equal(torch.cat(run_in_steps(model, documents, steps)), expected)

@@ -27,9 +27,7 @@ class Installed:
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    result = subprocess.run(
-        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, check=False)
     assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     return result.stdout
 

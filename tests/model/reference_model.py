@@ -19,9 +19,15 @@ from yunque.model.config import ModelConfig
 
 
 @dataclass
-class Side:
-    """What layers leave beside their output: what each query kept [T, T], index losses, balance losses."""
+class Pass:
+    """One pass over a batch: how to run, and what layers left beside their output.
 
+    ``weight_T`` weighs the index loss of each query; ``kept`` are bool [T, T], a row per query.
+    """
+
+    batch: PackedBatch
+    weight_T: Tensor
+    dense: bool = False
     kept: dict[int, Tensor] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
     index_kl: list[Tensor] = field(default_factory=list)
@@ -63,20 +69,18 @@ class ReferenceModel:
         self.config = config
         self.p = {name: tensor.detach().double().clone() for name, tensor in parameters.items()}
 
-    def forward(self, batch: PackedBatch, *, dense: bool, side: Side, weight_T: Tensor) -> Tensor:
-        """Hidden states after the final norm; every full layer's index loss is weighted by ``weight_T``."""
+    def forward(self, run: Pass) -> Tensor:
+        """Hidden states after the final norm."""
         c = self.config
-        x, kept = self.p["model.embed_tokens.weight"][batch.tokens_T], None
+        x, kept = self.p["model.embed_tokens.weight"][run.batch.tokens_T], None
         for layer in range(c.num_hidden_layers):
-            x, kept = self.layer(layer, x, batch, kept=kept, dense=dense, side=side, weight_T=weight_T)
-            side.hidden[layer] = x
+            x, kept = self.layer(layer, x, run, kept)
+            run.hidden[layer] = x
         return rms(x, self.p["model.norm.weight"], c.rms_norm_eps)
 
-    def mtp(
-        self, hidden: Tensor, batch: PackedBatch, steps: int, *, dense: bool, side: Side, weight_T: Tensor
-    ) -> list[Tensor]:
+    def mtp(self, hidden: Tensor, run: Pass, steps: int) -> list[Tensor]:
         """Post-norm states of the unrolled prediction steps; row t of step k has seen token t + k."""
-        c, p, layer = self.config, self.p, self.config.num_hidden_layers
+        c, p, layer, batch = self.config, self.p, self.config.num_hidden_layers, run.batch
         name, states, kept = f"model.layers.{layer}.", [], None
         for step in range(1, steps + 1):
             ahead = torch.zeros_like(batch.tokens_T)
@@ -86,39 +90,25 @@ class ReferenceModel:
             embedded = rms(p["model.embed_tokens.weight"][ahead], p[name + "enorm.weight"], c.rms_norm_eps)
             carried = rms(hidden, p[name + "hnorm.weight"], c.rms_norm_eps)
             x = torch.cat((embedded, carried), -1) @ p[name + "eh_proj.weight"].T
-            reused = kept if c.index_share_for_mtp_iteration else None
-            x, kept = self.layer(layer, x, batch, kept=reused, dense=dense, side=side, weight_T=weight_T)
+            x, kept = self.layer(layer, x, run, kept if c.index_share_for_mtp_iteration else None)
             hidden = rms(x, p[name + "shared_head.norm.weight"], c.rms_norm_eps)
             states.append(hidden)
         return states
 
-    def layer(
-        self,
-        layer: int,
-        x: Tensor,
-        batch: PackedBatch,
-        *,
-        kept: Tensor | None,
-        dense: bool,
-        side: Side,
-        weight_T: Tensor,
-    ) -> tuple[Tensor, Tensor]:
+    def layer(self, layer: int, x: Tensor, run: Pass, kept: Tensor | None) -> tuple[Tensor, Tensor]:
         """One decoder layer; ``kept`` is the selection to reuse, for layers that share one."""
         p, eps, name = self.p, self.config.rms_norm_eps, f"model.layers.{layer}."
         is_shared = not self.config.has_indexer(layer)
         reused = kept if is_shared or layer == self.config.num_hidden_layers else None
-        normed = rms(x, p[name + "input_layernorm.weight"], eps)
-        out, kept = self.attention(layer, normed, batch, reused, dense, side, weight_T)
-        side.kept[layer] = kept
+        out, kept = self.attention(layer, rms(x, p[name + "input_layernorm.weight"], eps), run, reused)
+        run.kept[layer] = kept
         x = x + out
-        return x + self.mlp(layer, rms(x, p[name + "post_attention_layernorm.weight"], eps), batch, side), kept
+        return x + self.mlp(layer, rms(x, p[name + "post_attention_layernorm.weight"], eps), run), kept
 
-    def attention(
-        self, layer: int, x: Tensor, batch: PackedBatch, reused: Tensor | None, dense: bool, side: Side, weight_T: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        c, p, position = self.config, self.p, batch.positions_T
+    def attention(self, layer: int, x: Tensor, run: Pass, reused: Tensor | None) -> tuple[Tensor, Tensor]:
+        c, p, position = self.config, self.p, run.batch.positions_T
         name, heads = f"model.layers.{layer}.self_attn.", c.num_attention_heads
-        same = batch.document_start_T[:, None] == batch.document_start_T
+        same = run.batch.document_start_T[:, None] == run.batch.document_start_T
         seen = same & (torch.arange(len(x))[:, None] >= torch.arange(len(x)))
 
         latent_q = rms(x @ p[name + "q_a_proj.weight"].T, p[name + "q_a_layernorm.weight"], c.latent_eps)
@@ -135,13 +125,13 @@ class ReferenceModel:
         logits = logits / c.qk_head_dim**0.5
 
         if not c.has_indexer(layer) or reused is not None:
-            kept = seen if dense or reused is None else reused
+            kept = seen if run.dense or reused is None else reused
         else:
             scores = self.index_scores(name + "indexer.", x.detach(), latent_q.detach(), position)
-            kept = seen if dense else best(scores, seen, c.index_topk)
+            kept = seen if run.dense else best(scores, seen, c.index_topk)
             target = logits.detach().masked_fill(~kept, -torch.inf).softmax(-1).mean(0)
             guess = scores.masked_fill(~kept, -torch.inf).log_softmax(-1).masked_fill(~kept, 0.0)
-            side.index_kl.append(weight_T.double() @ (torch.xlogy(target, target) - target * guess).sum(-1))
+            run.index_kl.append(run.weight_T.double() @ (torch.xlogy(target, target) - target * guess).sum(-1))
         probability = logits.masked_fill(~kept, -torch.inf).softmax(-1)
         out = torch.einsum("hts,shv->thv", probability, value).flatten(1)
         return out @ p[name + "o_proj.weight"].T, kept
@@ -161,7 +151,7 @@ class ReferenceModel:
         weight = x @ p[name + "weights_proj.weight"].T / c.index_n_heads**0.5
         return torch.einsum("tj,tjs->ts", weight, torch.einsum("tji,si->tjs", q, k).relu() / c.index_head_dim**0.5)
 
-    def mlp(self, layer: int, x: Tensor, batch: PackedBatch, side: Side) -> Tensor:
+    def mlp(self, layer: int, x: Tensor, run: Pass) -> Tensor:
         c, p, name = self.config, self.p, f"model.layers.{layer}.mlp."
         if c.is_dense(layer):
             return self.gated(x, *(p[f"{name}{part}_proj.weight"] for part in ("gate", "up", "down")))
@@ -175,7 +165,7 @@ class ReferenceModel:
             gate, up = p[name + "experts.gate_up_proj"][expert].split(c.moe_intermediate_size)
             down = p[name + "experts.down_proj"][expert]
             out = out + c.routed_scaling_factor * weight[:, expert, None] * self.gated(x, gate, up, down)
-        side.balance.append(self.balance(score, chosen, batch))
+        run.balance.append(self.balance(score, chosen, run.batch))
         return out
 
     def gated(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:

@@ -61,7 +61,7 @@ def test_keys_are_normed_by_mean_and_variance_before_they_turn():
 
 def test_scores_are_the_weighted_relu_products():
     config = draw_config(4, index_n_heads=3)
-    model, batch = build(config, 4).double(), random_batch(config, [12])
+    model, batch = build(config, 4).double().requires_grad_(False), random_batch(config, [12])
     indexer = model.model.layers[0].self_attn.indexer
     x = torch.randn(12, config.hidden_size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     latent = torch.randn(12, config.q_lora_rank, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -74,9 +74,7 @@ def test_scores_are_the_weighted_relu_products():
     weight = x @ indexer.weights_proj.weight.T
     for t in (0, 5, 11):
         for s in (0, 3, 11):
-            total = sum(
-                float(weight[t, j]) * max(float(query.q_TJd[t, j] @ keys[s]), 0.0) for j in range(3)
-            )
+            total = sum(float(weight[t, j]) * max(float(query.q_TJd[t, j] @ keys[s]), 0.0) for j in range(3))
             assert scores[t, s].item() == pytest.approx(total * scale, rel=1e-10, abs=1e-12)
 
 

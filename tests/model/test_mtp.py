@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from builders import build, draw_config, largest_difference, random_batch, random_documents
-from reference_model import ReferenceModel, Side, rms
+from reference_model import Pass, ReferenceModel, rms
 
 from yunque.model.batch import PackedBatch
 from yunque.model.cache import PackedView, SequenceCache
@@ -36,9 +36,8 @@ def test_unrolled_drafts_carry_the_normed_state(seed, is_shared):
     reference = ReferenceModel(config, model.state_dict())
     norm = reference.p[f"model.layers.{config.num_hidden_layers}.shared_head.norm.weight"]
     assert (norm - 1).abs().max() > 0.1
-    weight_T, side = batch.loss_mask_T, Side()
-    hidden = reference.forward(batch, dense=False, side=side, weight_T=weight_T)
-    expected = reference.mtp(hidden, batch, 3, dense=False, side=side, weight_T=weight_T)
+    side = Pass(batch, batch.loss_mask_T)
+    expected = reference.mtp(reference.forward(side), side, 3)
     for state, right in zip(states, expected, strict=True):
         assert largest_difference(state.hidden_TD, right) < 1e-11
 
@@ -50,7 +49,7 @@ def test_carrying_the_state_before_the_norm_would_be_another_model():
     reference = ReferenceModel(config, model.state_dict())
     layer, eps = config.num_hidden_layers, config.rms_norm_eps
     norm = reference.p[f"model.layers.{layer}.shared_head.norm.weight"]
-    hidden = reference.forward(batch, dense=True, side=Side(), weight_T=batch.loss_mask_T)
+    hidden = reference.forward(Pass(batch, batch.loss_mask_T, dense=True))
     view, mode = PackedView(batch), ForwardMode(attention="dense")
     right = wrong = MTPState(model(batch.tokens_T, view, mode).hidden_TD, None, 0)
     assert largest_difference(right.hidden_TD, hidden) < 1e-11
@@ -206,7 +205,7 @@ def drafted(model: Transformer, tokens: list[int], count: int) -> list[int]:
 @pytest.mark.parametrize("drafter", ["prediction layer", "target", "noise"])
 @torch.no_grad()
 def test_speculation_gives_the_greedy_output_whoever_drafts(drafter):
-    """vllm#55605, vllm#52833, vllm-ascend#13523: acceptance of 0-2 %. The target as its own drafter is accepted always."""
+    """vllm#55605, vllm#52833, vllm-ascend#13523: acceptance of 0-2 %. The target as its own drafter is always right."""
     config = draw_config(3, index_topk=4)
     model = build(config, 3)
     prompt, count, ahead = [1, 2, 3] * 4, 24, 3

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from builders import build, draw_config, gradients, largest_difference, random_batch, random_documents
-from reference_model import ReferenceModel, Side
+from reference_model import Pass, ReferenceModel
 from torch import Tensor
 
 from yunque.model.batch import PackedBatch
@@ -30,19 +30,18 @@ def cross_entropy(hidden: Tensor, head: Tensor, batch: PackedBatch, ahead: int) 
 
 def reference_loss(reference: ReferenceModel, batch: PackedBatch, loss: LossConfig) -> Tensor:
     """The whole training loss by its formula."""
-    side, dense = Side(), loss.attention == "dense"
-    weight_T = batch.loss_mask_T * (batch.targets_T >= 0)
-    head = reference.p["lm_head.weight"]
-    hidden = reference.forward(batch, dense=dense, side=side, weight_T=weight_T)
+    side = Pass(batch, batch.loss_mask_T * (batch.targets_T >= 0), dense=loss.attention == "dense")
+    head, hidden = reference.p["lm_head.weight"], reference.forward(side)
     total = cross_entropy(hidden, head, batch, 0)
-    states = reference.mtp(hidden, batch, loss.mtp_steps, dense=dense, side=side, weight_T=weight_T)
-    for ahead, state in enumerate(states, 1):
+    for ahead, state in enumerate(reference.mtp(hidden, side, loss.mtp_steps), 1):
         total = total + loss.mtp_weight / loss.mtp_steps * cross_entropy(state, head, batch, ahead)
     total = total + loss.balance_weight * sum(side.balance) / len(side.balance)
     return total + loss.index_kl_weight * sum(side.index_kl) / max(len(side.index_kl), 1)
 
 
-def compare_gradients(model, reference: ReferenceModel, expected: Tensor, *, only: tuple[Role, ...] | None = None) -> None:
+def compare_gradients(
+    model, reference: ReferenceModel, expected: Tensor, *, only: tuple[Role, ...] | None = None
+) -> None:
     """Every parameter's gradient equals the reference's; outside ``only`` there is none."""
     found = gradients(model)
     names = [name for name, _ in model.named_parameters()]
@@ -69,9 +68,7 @@ def test_sparse_loss_and_every_gradient_equal_the_reference(seed):
     config = draw_config(seed, index_share_for_mtp_iteration=seed % 2 == 0)
     steps = 1 + seed % 3
     # Shares of the MTP weight are exact in fp32, in which the loss mask is kept.
-    loss = LossConfig(
-        mtp_weight=0.25 * steps, mtp_steps=steps, balance_weight=0.3, index_kl_weight=0.6, chunk_tokens=7
-    )
+    loss = LossConfig(mtp_weight=0.25 * steps, mtp_steps=steps, balance_weight=0.3, index_kl_weight=0.6, chunk_tokens=7)
     model, batch = build(config, seed).double(), random_batch(config, LENGTHS, seed)
     got = LanguageModelLoss(loss)(model, batch)
     got.sum.backward()
@@ -100,10 +97,8 @@ def test_warmup_teaches_the_indexers_alone_and_by_the_reference_gradient(seed):
     model, batch = build(config, seed).double(), random_batch(config, LENGTHS, seed)
     got = IndexerWarmupLoss()(model, batch)
     got.sum.backward()
-    reference, side = differentiable(config, model), Side()
-    ones = torch.ones(batch.num_tokens)
-    hidden = reference.forward(batch, dense=True, side=side, weight_T=ones)
-    reference.mtp(hidden, batch, 1, dense=True, side=side, weight_T=ones)
+    reference, side = differentiable(config, model), Pass(batch, torch.ones(batch.num_tokens), dense=True)
+    reference.mtp(reference.forward(side), side, 1)
     expected = sum(side.index_kl) / len(side.index_kl)
     assert got.sum.item() == pytest.approx(expected.item(), rel=1e-11)
     assert got.count == batch.num_tokens

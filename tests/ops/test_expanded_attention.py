@@ -34,9 +34,7 @@ def whole(q: Tensor, k: Tensor, v: Tensor, visibility: Visibility, selection: Se
 def inputs(drawn: Drawn, key: int, value: int, seed: int, dtype=torch.float64) -> list[Tensor]:
     return [
         normal(rows, HEADS, width, seed=seed + i, dtype=dtype).requires_grad_()
-        for i, (rows, width) in enumerate(
-            ((drawn.num_queries, key), (drawn.num_rows, key), (drawn.num_rows, value))
-        )
+        for i, (rows, width) in enumerate(((drawn.num_queries, key), (drawn.num_rows, key), (drawn.num_rows, value)))
     ]
 
 

@@ -47,9 +47,7 @@ def test_output_and_gradients_equal_one_token_at_a_time(seed, dtype, invariant):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-12
     for name, one, other in zip(("out", "d_x", "d_weight", "d_gate_up", "d_down"), got, expected, strict=True):
         limit = tolerance * max(1.0, other.abs().max().item())
-        torch.testing.assert_close(
-            one.double(), other, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}"
-        )
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=limit, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 60])

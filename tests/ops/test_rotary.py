@@ -42,6 +42,16 @@ def test_output_and_gradient_equal_the_specification(interleaved, shape):
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("width", "start"), [(9, 0), (12, 1), (13, 5)])
+def test_slices_of_odd_rows_turn_like_copies(interleaved, dtype, width, start):
+    phase = rotary_phases(torch.arange(7), width=8, theta=10_000.0, dtype=dtype)
+    x = normal(7, 3, width, seed=0).to(dtype)[..., start : start + 8]
+    expected = rotate(x.clone().contiguous(), phase, interleaved=interleaved)
+    assert torch.equal(rotate(x, phase, interleaved=interleaved), expected)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
 def test_products_depend_on_relative_position_only(interleaved):
     """transformers#46372: the property that every layout must have."""
     q, k = normal(1, 16, seed=0), normal(1, 16, seed=1)

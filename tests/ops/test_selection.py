@@ -14,7 +14,11 @@ HEADS, WIDTH = 3, 8
 def indexer(num_queries: int, num_rows: int, seed: int, dtype=torch.float64):
     """Index queries, keys and head weights."""
     q = normal(num_queries, HEADS, WIDTH, seed=seed, dtype=dtype)
-    return q, normal(num_rows, WIDTH, seed=seed + 1, dtype=dtype), normal(num_queries, HEADS, seed=seed + 2, dtype=dtype)
+    return (
+        q,
+        normal(num_rows, WIDTH, seed=seed + 1, dtype=dtype),
+        normal(num_queries, HEADS, seed=seed + 2, dtype=dtype),
+    )
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yunque.cli.process import tune
+from yunque.cli.process import make_console, tune
 
 if TYPE_CHECKING:
     from yunque.model.config import ModelConfig
@@ -86,10 +86,9 @@ def as_json(report: ModelReport) -> dict[str, Any]:
 
 def show(name: str, report: ModelReport) -> None:
     """Print the report as tables."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    console = make_console()
     table = Table("part", "parameters", "active per token", title=name)
     for part, sizes in report.parts.items():
         table.add_row(part, f"{sizes.total:,}", f"{sizes.active:,}")

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from yunque.cli.process import tune
+from yunque.cli.process import make_console, tune
 from yunque.cli.recipe_files import recipe_names, run_file
 
 if TYPE_CHECKING:
@@ -56,11 +56,9 @@ def add_commands(commands: Any) -> None:
 def run_train(args: argparse.Namespace) -> int:
     """Run or, with ``--dry-run``, only show the run."""
     tune()
-    from rich.console import Console
-
     from yunque.train.settings import load_run
 
-    console = Console()
+    console = make_console()
     run = load_run(run_file(args.run_file), args.overrides)
     if args.dry_run:
         from yunque.train.plan import plan
@@ -69,18 +67,16 @@ def run_train(args: argparse.Namespace) -> int:
         show_plan(plan(run), console)
         return 0
     _execute(run, console)
-    console.print(f"next:  yunque generate {run.folder / 'model'} \"...\"", highlight=False)
+    console.print(f'next:  yunque generate {run.folder / "model"} "..."', highlight=False)
     return 0
 
 
 def run_quickstart(args: argparse.Namespace) -> int:
     """Run the quickstart recipe, then let the model write."""
     tune()
-    from rich.console import Console
-
     from yunque.train.settings import load_run
 
-    console = Console()
+    console = make_console()
     overrides = [*(QUICK_OVERRIDES if args.quick else ()), *args.overrides]
     run = load_run(run_file("quickstart"), overrides)
     console.print(
@@ -113,12 +109,12 @@ def _show_writing(folder: Path, console: Console) -> None:
     sampling = Sampling(temperature=0.7, top_p=0.95, max_new_tokens=60)
     console.print("".join(writer.complete(prompt, sampling, seed=0)), highlight=False, markup=False)
     console.rule("a tool call, to a question that was held out")
-    row = next(row for row in tool_chats(ToolChatSource(), "held_out") if row.get("tools"))
-    messages = [Message.from_openai(message) for message in row["messages"]]
-    asked = next(i for i, message in enumerate(messages) if message.role == "user")
+    rows = tool_chats(ToolChatSource(), "held_out")
+    row = next(row for row in rows if "tool_calls" in row["messages"][1])
+    question = Message.from_openai(row["messages"][0])
     tools = [ToolSpec.from_openai(tool) for tool in row["tools"]]
-    console.print(f"user: {messages[asked].content}", style="dim", highlight=False, markup=False)
-    turn = writer.reply(messages[: asked + 1], tools, Sampling(max_new_tokens=120))
+    console.print(f"user: {question.content}", style="dim", highlight=False, markup=False)
+    turn = writer.reply([question], tools, Sampling(max_new_tokens=120))
     console.print(turn, highlight=False, markup=False)
 
 
@@ -131,4 +127,4 @@ def _show_next(folder: Path, console: Console) -> None:
         ("run.toml", "the run, resolved"),
     ):
         console.print(f"{folder / name}  {what}", highlight=False)
-    console.print(f"next:  .venv/bin/yunque generate {folder / 'model'} \"import os\"", highlight=False)
+    console.print(f'next:  .venv/bin/yunque generate {folder / "model"} "import os"', highlight=False)

@@ -95,9 +95,7 @@ def with_overrides(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[st
         for depth, name in enumerate(names[:-1], start=1):
             table = table.setdefault(name, {})
             if not isinstance(table, dict):
-                raise ConfigError(
-                    f"override {override!r}: {'.'.join(names[:depth])!r} is a value, not a table"
-                )
+                raise ConfigError(f"override {override!r}: {'.'.join(names[:depth])!r} is a value, not a table")
         table[names[-1]] = _override_value(override, text.strip())
     return result
 
@@ -229,9 +227,7 @@ def _plain_table(obj: Any, where: str) -> dict[str, Any]:
             table[field.name] = _plain(value, _join(where, field.name))
         elif _default(field) is not None:
             key = _join(where, field.name)
-            raise ConfigError(
-                f"{key} is None, which TOML cannot say: only a field whose default is None can be"
-            )
+            raise ConfigError(f"{key} is None, which TOML cannot say: only a field whose default is None can be")
     return table
 
 

@@ -51,11 +51,7 @@ class JsonlSink:
         """Forget the lines of steps later than ``step``, so that a run resumed there does not repeat them."""
         self._file.close()
         lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True)
-        kept = [
-            line
-            for number, line in enumerate(lines, start=1)
-            if _row(line, self.path, number)["step"] <= step
-        ]
+        kept = [line for number, line in enumerate(lines, start=1) if _row(line, self.path, number)["step"] <= step]
         if len(kept) < len(lines):
             write_atomic(self.path, "".join(kept))
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  (lives until close)
@@ -83,9 +79,7 @@ class TensorBoardSink:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Add one point to the curve of each value."""
-        points = [
-            self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()
-        ]
+        points = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._add(step, summary=self._summaries.Summary(value=points))
 
     def truncate_after(self, step: int) -> None:
@@ -112,8 +106,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
                 return
             row = _row(line, path, number)
             yield {
-                key: _NON_FINITE.get(value, value) if isinstance(value, str) else value
-                for key, value in row.items()
+                key: _NON_FINITE.get(value, value) if isinstance(value, str) else value for key, value in row.items()
             }
 
 

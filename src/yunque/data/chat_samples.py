@@ -29,9 +29,7 @@ def chat_samples(conversation: Conversation, renderer: Renderer, settings: ChatS
     ``<think>``, and otherwise as with thinking switched off. A turn's last token is the ``<|user|>`` that
     follows it, ``<|observation|>`` after tool calls, or ``<|endoftext|>`` at the end of the conversation.
     """
-    messages = (
-        _without_reasoning(conversation.messages) if settings.thinking == "off" else conversation.messages
-    )
+    messages = _without_reasoning(conversation.messages) if settings.thinking == "off" else conversation.messages
     samples: list[_Sample] = []
     for start, stop in _user_turns(messages):
         sample = _render_turn(conversation, messages, (start, stop), renderer, settings)

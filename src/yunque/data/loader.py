@@ -95,9 +95,7 @@ class Loader:
         """Go on where ``state`` was taken. Raises DataError where the data is not what it was then."""
         for name, store in self._stores.items():
             if name in state["stores"] and state["stores"][name] != store.digest:
-                raise DataError(
-                    f"source {name!r} does not hold the documents it held when the state was saved"
-                )
+                raise DataError(f"source {name!r} does not hold the documents it held when the state was saved")
         self._mixture.restore(state["mixture"])
         self._packer.restore(state["packer"])
 
@@ -149,9 +147,7 @@ def build_held_out(
             "with split = 'held_out'"
         )
     phase = _phase_of(replace(config.mixture.phases[-1], until_tokens=0), stores, "held_out")
-    return HeldOut(
-        stores, MixtureConfig((phase,)), config.packing, config.held_out_batches, tokenizer.special.pad_id
-    )
+    return HeldOut(stores, MixtureConfig((phase,)), config.packing, config.held_out_batches, tokenizer.special.pad_id)
 
 
 def assemble(documents: Sequence[TokenDocument], *, padding: int = 0, pad_id: int = 0) -> PackedBatch:

@@ -47,9 +47,7 @@ class MixtureConfig:
         ends = [phase.until_tokens for phase in self.phases]
         bounds = ends if ends[-1] else ends[:-1]
         if any(after <= before for before, after in zip([0, *bounds], bounds, strict=False)):
-            raise ConfigError(
-                f"until_tokens {ends} must rise from phase to phase; only the last may be 0 (no end)"
-            )
+            raise ConfigError(f"until_tokens {ends} must rise from phase to phase; only the last may be 0 (no end)")
 
 
 class Source(Protocol):
@@ -139,13 +137,9 @@ class Mixture:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``. Raises DataError where it was taken with other sources or phases."""
         if set(state["readings"]) != set(self._sources):
-            raise DataError(
-                f"the state has sources {sorted(state['readings'])}, this run {sorted(self._sources)}"
-            )
+            raise DataError(f"the state has sources {sorted(state['readings'])}, this run {sorted(self._sources)}")
         if state["phase"] > len(self._config.phases):
-            raise DataError(
-                f"the state is in phase {state['phase']}, this run has {len(self._config.phases)}"
-            )
+            raise DataError(f"the state is in phase {state['phase']}, this run has {len(self._config.phases)}")
         self._phase, self._tokens = state["phase"], state["tokens"]
         self._readings = {name: _Reading(*state["readings"][name]) for name in self._sources}
 
@@ -159,9 +153,7 @@ class Mixture:
         return self._phase < len(phases)
 
     def _lagging_source(self) -> str | None:
-        weights = self._config.phases[self._phase].weights or {
-            n: s.num_tokens for n, s in self._sources.items()
-        }
+        weights = self._config.phases[self._phase].weights or {n: s.num_tokens for n, s in self._sources.items()}
         wanted = [name for name in self._sources if weights.get(name, 0) > 0]
         unread = [name for name in wanted if not self._is_exhausted(name)]
         if not unread or (self._config.on_exhausted == "stop" and len(unread) < len(wanted)):
@@ -177,8 +169,6 @@ class Mixture:
             return reading.position
         known = self._orders.get(name)
         if known is None or known[0] != reading.epoch:
-            order = self._seeds.numpy("data order", name, reading.epoch).permutation(
-                self._sources[name].num_documents
-            )
+            order = self._seeds.numpy("data order", name, reading.epoch).permutation(self._sources[name].num_documents)
             known = self._orders[name] = (reading.epoch, order)
         return int(known[1][reading.position])

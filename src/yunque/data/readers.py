@@ -97,9 +97,7 @@ def read_documents(
                 yield from read_text(file, log, encoding=encoding, max_chars=max_chars, cut=False)
 
 
-def read_rows(
-    file: FoundFile, log: ReadLog, *, encoding: str, max_chars: int
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_rows(file: FoundFile, log: ReadLog, *, encoding: str, max_chars: int) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of each line of a ``.jsonl`` or ``.jsonl.gz`` file, holding one line at a time.
 
     Lines that are blank, longer than ``max_chars``, not text in ``encoding``, not JSON or not objects are
@@ -129,9 +127,7 @@ def read_rows(
                     log.problem(file.name, line.number, "not an object", f"a JSON {type(row).__name__}")
 
 
-def read_jsonl(
-    file: FoundFile, log: ReadLog, *, field: str, encoding: str, max_chars: int
-) -> Iterator[Document]:
+def read_jsonl(file: FoundFile, log: ReadLog, *, field: str, encoding: str, max_chars: int) -> Iterator[Document]:
     """One document a line: the string under ``field``. Its key is the text: equal texts share a split."""
     for number, row in read_rows(file, log, encoding=encoding, max_chars=max_chars):
         if field in row:
@@ -150,22 +146,16 @@ def read_parquet(file: FoundFile, log: ReadLog, *, field: str, max_chars: int) -
         import pyarrow as pa
         import pyarrow.parquet as pq
     except ImportError as error:
-        raise DataError(
-            f"{file.path}: reading Parquet needs pyarrow: pip install 'yunque[parquet]'"
-        ) from error
+        raise DataError(f"{file.path}: reading Parquet needs pyarrow: pip install 'yunque[parquet]'") from error
     row = 0
     try:
         with pq.ParquetFile(file.path) as table:
             schema = table.schema_arrow
             if field not in schema.names:
-                log.problem(
-                    file.name, None, "missing column", f"{field!r}; there is {', '.join(schema.names)}"
-                )
+                log.problem(file.name, None, "missing column", f"{field!r}; there is {', '.join(schema.names)}")
                 return
             kind = schema.field(field).type
-            if not (
-                pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind)
-            ):
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind)):
                 log.problem(file.name, None, "column is not text", f"{field!r} is {kind}")
                 return
             for batch in table.iter_batches(batch_size=64, columns=[field]):
@@ -178,9 +168,7 @@ def read_parquet(file: FoundFile, log: ReadLog, *, field: str, max_chars: int) -
         log.problem(file.name, row or None, "unreadable", str(error).splitlines()[0])
 
 
-def read_text(
-    file: FoundFile, log: ReadLog, *, encoding: str, max_chars: int, cut: bool
-) -> Iterator[Document]:
+def read_text(file: FoundFile, log: ReadLog, *, encoding: str, max_chars: int, cut: bool) -> Iterator[Document]:
     """A text file as one document or, where it is longer than ``max_chars`` and ``cut``, as several.
 
     Cuts fall after the last line end that fits, or inside a line that is longer than all that. With ``cut``

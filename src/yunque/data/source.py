@@ -56,9 +56,7 @@ class TextFileSource(FileSource):
         try:
             codecs.lookup(self.encoding)
         except LookupError as error:
-            raise ValueError(
-                f"encoding {self.encoding!r} is unknown; examples: utf-8, latin-1, gb18030"
-            ) from error
+            raise ValueError(f"encoding {self.encoding!r} is unknown; examples: utf-8, latin-1, gb18030") from error
 
 
 @dataclass(frozen=True, kw_only=True)

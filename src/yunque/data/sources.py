@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import logging
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -28,15 +29,7 @@ from yunque.data.tool_chats import ToolChatSource, tool_chats
 from yunque.text.render import Renderer
 from yunque.text.tokenizer import TOKENIZER_FILE, Tokenizer
 
-AnySource = (
-    BuiltinSource
-    | JsonlSource
-    | ParquetSource
-    | TextSource
-    | CodeSource
-    | ConversationSource
-    | ToolChatSource
-)
+AnySource = BuiltinSource | JsonlSource | ParquetSource | TextSource | CodeSource | ConversationSource | ToolChatSource
 
 END_OF_DOCUMENT = "<|endoftext|>"
 
@@ -83,10 +76,13 @@ class SourceOpener:
             whole=isinstance(source, ChatSource),
         )
         kind = "conversations" if store.whole else "documents"
-        _log.info(
-            "%s, %s: %s %s, %s tokens", name, split, f"{store.num_documents:,}", kind, f"{store.num_tokens:,}"
+        # A store that was made before has said this already; problems in the data are said every time.
+        is_news = log.report().documents > 0 or bool(store.report.counts)
+        _log.log(
+            logging.INFO if is_news else logging.DEBUG,
+            *("%s, %s: %s %s, %s tokens; read %s", name, split, f"{store.num_documents:,}", kind),
+            *(f"{store.num_tokens:,}", store.report),
         )
-        _log.info("%s: read %s", name, store.report)
         return store
 
     @cached_property

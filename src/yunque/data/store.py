@@ -104,9 +104,7 @@ def cached_store(
         with _partial_folder(cache) as partial:
             written = _write_arrays(partial, documents, np.uint16 if vocab_size <= 2**16 else np.uint32)
             meta = {"digest": written.digest, "masked": written.masked, "whole": whole}
-            write_json(
-                partial / "meta.json", meta | {"report": log.report().to_json(), "made_from": described}
-            )
+            write_json(partial / "meta.json", meta | {"report": log.report().to_json(), "made_from": described})
             with contextlib.suppress(OSError):  # another process was first
                 os.rename(partial, folder)
         sync_folder(cache)
@@ -119,9 +117,7 @@ class _Written:
     masked: bool
 
 
-def _write_arrays(
-    folder: Path, documents: Iterable[TokenDocument], dtype: type[np.unsignedinteger[Any]]
-) -> _Written:
+def _write_arrays(folder: Path, documents: Iterable[TokenDocument], dtype: type[np.unsignedinteger[Any]]) -> _Written:
     """Append every document to the arrays, holding one at a time; all must have a mask, or none."""
     offsets, digest = [0], hashlib.sha256()
     with (

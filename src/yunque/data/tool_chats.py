@@ -69,8 +69,8 @@ HELD_OUT_SHARE = 0.1
 class ToolChatSource(ChatSource):
     """Settings of the generator; the same settings always give the same conversations.
 
-    ``tools_shown`` is how many tools each conversation offers (those it needs among them); the shares are of
-    conversations with a second question, and of questions answered without a tool or with reasoning.
+    ``tools_shown`` is how many tools each conversation offers (those it needs among them); a conversation has 1 to
+    ``max_questions`` questions; the shares are of questions answered without a tool or with reasoning.
     """
 
     kind: Literal["tools"] = "tools"
@@ -78,7 +78,7 @@ class ToolChatSource(ChatSource):
     num_held_out: int = 200
     seed: int = 0
     tools_shown: int = 2
-    two_turn_share: float = 0.25
+    max_questions: int = 2
     no_tool_share: float = 0.15
     reasoning_share: float = 0.3
 
@@ -86,7 +86,9 @@ class ToolChatSource(ChatSource):
         super().__post_init__()
         if not 2 <= self.tools_shown <= len(_TOOLS):
             raise ValueError(f"tools_shown {self.tools_shown}; valid: 2 to {len(_TOOLS)}")
-        for name in ("two_turn_share", "no_tool_share", "reasoning_share"):
+        if self.max_questions < 1:
+            raise ValueError(f"max_questions is {self.max_questions}; it must be at least 1")
+        for name in ("no_tool_share", "reasoning_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} {getattr(self, name)} is not a share between 0 and 1")
 
@@ -188,14 +190,13 @@ def tool_chats(settings: ToolChatSource, split: Split) -> Iterator[Row]:
 
 def _conversation(rng: random.Random, settings: ToolChatSource, split: Split) -> Row:
     needed = rng.sample(_TOOLS, settings.tools_shown)
-    num_turns = 2 if rng.random() < settings.two_turn_share else 1
     messages: list[Row] = []
-    for turn in range(num_turns):
+    for turn in range(rng.randint(1, settings.max_questions)):
         thinks = rng.random() < settings.reasoning_share
         if rng.random() < settings.no_tool_share:
             messages += _small_talk(rng, split, thinks)
         else:
-            messages += _tool_turn(rng, split, needed[turn], thinks, call_id=f"call_{turn + 1}")
+            messages += _tool_turn(rng, split, needed[turn % len(needed)], thinks, call_id=f"call_{turn + 1}")
     return {"messages": messages, "tools": [tool.spec() for tool in rng.sample(needed, len(needed))]}
 
 
@@ -231,9 +232,7 @@ def _assistant(content: str, reasoning: str | None) -> Row:
     return message if reasoning is None else message | {"reasoning_content": reasoning}
 
 
-def _drawn_in(
-    split: Split, name: str, draw: Callable[[random.Random], dict[str, Any]], rng: random.Random
-) -> Row:
+def _drawn_in(split: Split, name: str, draw: Callable[[random.Random], dict[str, Any]], rng: random.Random) -> Row:
     while True:
         values = draw(rng)
         if split_of(json.dumps([name, values]), HELD_OUT_SHARE) == split:

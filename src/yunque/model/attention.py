@@ -24,8 +24,9 @@ from yunque.ops.visibility import Selection, Visibility
 # Shapes: T tokens, P pool rows, D model, H heads, E query/key width, N and V widths of the two halves of kv_b per
 # head (keys without rotation, values), Q query latent, C latent, R latent + rotary width, F rotary pairs.
 
-#: How much longer a multiply takes over gathered rows than inside a fused kernel (measured, two-core CPU).
-GATHER_COST = 3.0
+#: How much longer a multiply takes over gathered rows than inside a fused kernel, forward and backward (measured:
+#: 4 to 7 on two cores, by shape and number of threads).
+GATHER_COST = 5.5
 
 
 @dataclass(frozen=True)
@@ -67,69 +68,64 @@ class Attention(nn.Module):
         it, and with ``reuse`` (later MTP steps) so does a layer that owns an indexer."""
         mode, visibility = step.mode, step.view.visibility
         latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
-        q_THE = self._queries(latent_TQ, step)[: step.num_tokens]
-        pool_PR = step.view.write(self.layer, "latent", self._latent_rows(x_TD, step)[: step.num_tokens])
+        q_THE, rows_TR = self._project(x_TD, latent_TQ, step)
+        pool_PR = step.view.write(self.layer, "latent", rows_TR)
         selection, loss = below, None
-        if self.indexer is None or (mode.attention == "dense" and mode.index_loss_T is None):
-            selection = below if mode.attention == "sparse" else None
-        else:
+        if self.indexer is not None and (mode.attention == "sparse" or mode.index_loss_T is not None):
             with torch.set_grad_enabled(mode.index_loss_T is not None and step.index_grad):
                 keys_Td = self.indexer.keys(x_TD, step.phase_TF)[: step.num_tokens]
                 keys_Pd = step.view.write(self.layer, "index", keys_Td)
-                query = self.indexer.queries(x_TD, latent_TQ, step.phase_TF).first(step.num_tokens)
                 if not reuse:
-                    selection = self._select(query, keys_Pd, step)
-                if not reuse and mode.index_loss_T is not None:
-                    loss = self._index_loss(query, keys_Pd, self._absorb(q_THE), pool_PR, selection, step)
+                    selection, loss = self._index(x_TD, latent_TQ, keys_Pd, q_THE, pool_PR, step)
         if mode.attention == "sparse":
             selection = mode.imposed_selection(self.layer) or selection
         out_THV = self._attend(q_THE, pool_PR, visibility, selection)
         out_TX = out_THV.flatten(1)
         return AttentionOutput(self.o_proj(pad_rows(out_TX) if self.invariant else out_TX), selection, loss)
 
-    def _queries(self, latent_TQ: Tensor, step: Step) -> Tensor:
+    def _project(self, x_TD: Tensor, latent_TQ: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Queries [T, H, E] and cached rows [T, R], rotated in one go."""
         config = self.config
-        q_THE = self.q_b_proj(latent_TQ).unflatten(-1, (config.num_attention_heads, config.qk_head_dim))
-        nope, rope = q_THE.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
-        turned = rotate(rope, step.phase_TF, interleaved=config.rope_interleave)
-        return torch.cat((nope, turned), dim=-1)
+        heads, rope = config.num_attention_heads, config.qk_rope_head_dim
+        q_THE = self.q_b_proj(latent_TQ).unflatten(-1, (heads, config.qk_head_dim))
+        q_nope, q_rope = q_THE.split((config.qk_nope_head_dim, rope), dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x_TD).split((config.kv_lora_rank, rope), dim=-1)
+        both = torch.cat((q_rope, k_rope[:, None]), dim=1)
+        q_turned, k_turned = rotate(both, step.phase_TF, interleaved=config.rope_interleave).split((heads, 1), dim=1)
+        q_THE = torch.cat((q_nope, q_turned), dim=-1)
+        rows_TR = torch.cat((self.kv_a_layernorm(latent), k_turned[:, 0]), dim=-1)
+        return q_THE[: step.num_tokens], rows_TR[: step.num_tokens]
 
-    def _latent_rows(self, x_TD: Tensor, step: Step) -> Tensor:
-        config = self.config
-        latent, rope = self.kv_a_proj_with_mqa(x_TD).split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
-        turned = rotate(rope, step.phase_TF, interleaved=config.rope_interleave)
-        return torch.cat((self.kv_a_layernorm(latent), turned), dim=-1)
-
-    def _select(self, query: IndexQuery, keys_Pd: Tensor, step: Step) -> Selection | None:
-        """The indexer's choice; ``None`` where every query keeps all it sees, or where attention is dense."""
-        mode, topk = step.mode, self.config.index_topk
-        if mode.attention == "dense" or (step.view.visibility.max_visible <= topk and not mode.always_score):
-            return None
-        if self.invariant:
-            return select_invariant(query.q_TJd, keys_Pd, query.w_TJ, step.view.visibility, topk)
-        return select(query.q_TJd, keys_Pd, query.w_TJ, step.view.visibility, topk, always_score=mode.always_score)
-
-    def _index_loss(
-        self,
-        query: IndexQuery,
-        keys_Pd: Tensor,
-        q_THR: Tensor,
-        pool_PR: Tensor,
-        selection: Selection | None,
-        step: Step,
-    ) -> Tensor:
-        assert step.mode.index_loss_T is not None
-        target = AttentionTarget(q_THR.detach(), pool_PR.detach(), self.scale)
+    def _index(
+        self, x_TD: Tensor, latent_TQ: Tensor, keys_Pd: Tensor, q_THE: Tensor, pool_PR: Tensor, step: Step
+    ) -> tuple[Selection | None, Tensor | None]:
+        """The indexer's choice (``None``: every query keeps all it sees, or attention is dense) and its KL loss."""
+        assert self.indexer is not None
+        mode, visibility, topk = step.mode, step.view.visibility, self.config.index_topk
+        scores = mode.attention == "sparse" and (visibility.max_visible > topk or mode.always_score)
+        if not scores and mode.index_loss_T is None:
+            return None, None
+        query = self.indexer.queries(x_TD, latent_TQ, step.phase_TF).first(step.num_tokens)
+        selection = self._select(query, keys_Pd, step) if scores else None
+        if mode.index_loss_T is None:
+            return selection, None
+        target = AttentionTarget(self._absorb(q_THE).detach(), pool_PR.detach(), self.scale)
         loss = index_kl(
             query.q_TJd,
             keys_Pd,
             query.w_TJ,
             [target],
-            step.view.visibility,
-            weights_T=step.mode.index_loss_T,
+            visibility,
+            weights_T=mode.index_loss_T,
             selection=selection,
         )
-        return loss.sum
+        return selection, loss.sum
+
+    def _select(self, query: IndexQuery, keys_Pd: Tensor, step: Step) -> Selection:
+        visibility, topk = step.view.visibility, self.config.index_topk
+        if self.invariant:
+            return select_invariant(query.q_TJd, keys_Pd, query.w_TJ, visibility, topk)
+        return select(query.q_TJd, keys_Pd, query.w_TJ, visibility, topk, always_score=step.mode.always_score)
 
     def _kv_up(self) -> tuple[Tensor, Tensor]:
         """The two halves of kv_b per head: keys [H, N, C] and values [H, V, C]."""

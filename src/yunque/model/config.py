@@ -67,7 +67,8 @@ class ModelConfig:
     num_nextn_predict_layers: int = 1
     #: One entry per main layer; empty means that every layer is full. The MTP layer is always full.
     indexer_types: tuple[IndexerType, ...] = ()
-    index_share_for_mtp_iteration: bool = True
+    #: Whether later MTP steps reuse the first step's selection (GLM-5.2) or select anew.
+    index_share_for_mtp_iteration: bool = False
     rms_norm_eps: float = 1e-5
     #: Epsilon of the two latent norms; ``None`` means ``rms_norm_eps`` (the trainer and the public servers),
     #: ``transformers`` uses 1e-6.

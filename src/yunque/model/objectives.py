@@ -114,7 +114,8 @@ class IndexerWarmupLoss:
     """
 
     def __call__(self, model: Transformer, batch: PackedBatch) -> LossOutput:
-        weights_T = torch.ones_like(batch.loss_mask_T)
+        # The last token of a document has no next one, so the MTP layer has nothing to join there.
+        weights_T = (batch.targets_T != NO_TARGET).to(batch.loss_mask_T.dtype)
         view = PackedView(batch)
         mode = ForwardMode(attention="dense", index_loss_T=weights_T, indexer_only=True)
         out = model(batch.tokens_T, view, mode)

@@ -68,13 +68,13 @@ def model_report(config: ModelConfig, *, context: int | None = None) -> ModelRep
     specs = tensor_specs(config)
     mtp_prefix = f"model.layers.{config.num_hidden_layers}."
     total: dict[str, int] = {}
-    active: dict[str, int] = {}
+    active: dict[str, float] = {}
     for name, spec in specs.items():
         part = "MTP layer" if name.startswith(mtp_prefix) else _PARTS[spec.role]
         size = prod(spec.shape)
         total[part] = total.get(part, 0) + size
         active[part] = active.get(part, 0) + _used(config, spec, size)
-    parts = {part: PartSize(total[part], int(active[part])) for part in total}
+    parts = {part: PartSize(total[part], round(active[part])) for part in total}
     main = [size for part, size in parts.items() if part != "MTP layer"]
     both = list(parts.values())
     return ModelReport(
@@ -89,10 +89,10 @@ def model_report(config: ModelConfig, *, context: int | None = None) -> ModelRep
     )
 
 
-def _used(config: ModelConfig, spec: TensorSpec, size: int) -> int:
-    """Parameters of a tensor that one token uses, on average over experts (exact when summed over a layer)."""
+def _used(config: ModelConfig, spec: TensorSpec, size: int) -> float:
+    """Parameters of a tensor that one token uses, on average over experts."""
     if spec.role is Role.EXPERT:
-        return size * config.num_experts_per_tok // config.n_routed_experts
+        return size * config.num_experts_per_tok / config.n_routed_experts
     return size
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
@@ -36,5 +37,10 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most memory that this process held: on the device for CUDA, resident in the process otherwise."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    # Linux starts ru_maxrss at the size of the process that forked this one; the high-water mark is our own.
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

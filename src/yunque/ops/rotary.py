@@ -19,10 +19,16 @@ def rotary_phases(positions_T: Tensor, *, width: int, theta: float, dtype: torch
 
 def rotate(x: Tensor, phase_TF: Tensor, *, interleaved: bool) -> Tensor:
     """As ``reference.rotary.rotate`` with the phases of ``rotary_phases``; arithmetic in fp32 or wider."""
-    wide = x.to(phase_TF.real.dtype)
+    dtype = torch.float64 if phase_TF.dtype == torch.complex128 else torch.float32
+    wide = x if x.dtype == dtype else x.to(dtype)
     phase = phase_TF.view(phase_TF.shape[0], *[1] * (x.dim() - 2), phase_TF.shape[1])
     if interleaved:
-        return torch.view_as_real(torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * phase).flatten(-2).to(x.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    cos, sin = phase.real, phase.imag
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+        pairs = wide.unflatten(-1, (-1, 2))
+        if any(step % 2 for step in (*pairs.stride()[:-1], pairs.storage_offset())):
+            pairs = pairs.contiguous()  # a slice at an odd place is no view of complex numbers
+        out = torch.view_as_real(torch.view_as_complex(pairs) * phase).flatten(-2)
+    else:
+        first, second = wide.chunk(2, dim=-1)
+        cos, sin = phase.real, phase.imag
+        out = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return out if x.dtype == dtype else out.to(x.dtype)

@@ -38,7 +38,7 @@ def rms_norm(x_NX: Tensor, weight_X: Tensor, eps: float) -> Tensor:
 
 
 def layer_norm(x_NX: Tensor, weight_X: Tensor, bias_X: Tensor, eps: float) -> Tensor:
-    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis, in fp32 or wider, result in the type of ``x``."""
+    """(x - mean) / sqrt(var + eps) * weight + bias over the last axis, in fp32 or wider; the type of ``x``."""
     wide = torch.promote_types(x_NX.dtype, torch.float32)
     out = F.layer_norm(x_NX.to(wide), (x_NX.shape[-1],), weight_X.to(wide), bias_X.to(wide), eps)
     return out.to(x_NX.dtype)

@@ -120,8 +120,8 @@ class Tile:
 class Visibility:
     """Which pool rows each query may see: the range ``[first_T, last_T]`` (int64), its document up to itself.
 
-    ``blocks`` cover all T queries; ``max_visible`` and ``mean_visible`` are the largest and the mean number of keys
-    that one query sees. A query with ``last_T < first_T`` sees nothing: it gets no key and a zero output.
+    ``blocks`` cover all T queries in their order; ``max_visible`` and ``mean_visible`` are the largest and the mean
+    number of keys that one query sees. A query with ``last_T < first_T`` sees nothing: no key, a zero output.
     """
 
     first_T: Tensor

@@ -94,17 +94,12 @@ class RunSummary:
 
     def show(self, console: Console) -> None:
         """Print the summary as a table."""
-        table = Table(
-            "stage",
-            "tokens",
-            "steps",
-            "training loss",
-            "held out, dense",
-            "held out, sparse",
-            title=self.name,
-        )
-        for name in ("tokens/s", "memory"):
-            table.add_column(name, justify="right")
+        title = f"{self.name}: loss in nats per token, before → after each stage"
+        table = Table("stage", "training", "held out dense", "held out sparse", title=title)
+        for column in table.columns:
+            column.no_wrap = True
+        for name in ("tokens", "tokens/s", "memory"):
+            table.add_column(name, justify="right", no_wrap=True)
         for stage in self.stages:
             losses = [
                 _change(stage.first_loss, stage.last_loss),
@@ -112,7 +107,7 @@ class RunSummary:
                 _change(stage.before.get("heldout_sparse"), stage.after.get("heldout_sparse")),
             ]
             speed, memory = f"{stage.tokens_per_s:,.0f}", size(stage.peak_memory_bytes)
-            table.add_row(stage.title, count(stage.tokens), f"{stage.steps:,}", *losses, speed, memory)
+            table.add_row(stage.title, *losses, count(stage.tokens), speed, memory)
         console.print(table)
         if self.dense_sparse_gap is not None:
             console.print(f"sparse minus dense attention, held out: {self.dense_sparse_gap:+.4f} nats per token")

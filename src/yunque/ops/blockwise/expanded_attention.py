@@ -37,7 +37,7 @@ def attend_expanded(
     elif value_dim > q_THE.shape[-1]:
         # The fused kernels want equal widths; zeros in q and k change no product.
         q_THE, k_PHE = (F.pad(x, (0, value_dim - x.shape[-1])) for x in (q_THE, k_PHE))
-    if selection is None and all(_is_plain_causal(block) for block in visibility.blocks):
+    if selection is None and visibility.blocks and all(map(_is_plain_causal, visibility.blocks)):
         return _attend_causal(q_THE, k_PHE, v_PHV, visibility, scale)[..., :value_dim]
     if visibility.max_visible <= KEPT_MASK_KEYS:
         return _attend_masked(q_THE, k_PHE, v_PHV, visibility, scale, selection)[..., :value_dim]

@@ -29,7 +29,7 @@ def routed_experts(
     ``invariant`` gives a token the same bits whatever its neighbours are (see ``ops.rows.linear``).
     """
     per_token = expert_Tk.shape[1]
-    if expert_Tk.numel() <= FEW_ROWS and not invariant:
+    if 0 < expert_Tk.numel() <= FEW_ROWS and not invariant:
         return _few(x_TD, expert_Tk, weight_Tk, gate_up_EXD, down_EDI)
     order_N = expert_Tk.flatten().argsort(stable=True)
     counts_E = torch.bincount(expert_Tk.flatten(), minlength=gate_up_EXD.shape[0])

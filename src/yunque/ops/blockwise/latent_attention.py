@@ -53,9 +53,7 @@ def _attend_gathered(
     return outs[0] if len(outs) == 1 else torch.cat(outs) if outs else q_THR[..., :value_dim]
 
 
-def _attend_visible(
-    q_THR: Tensor, pool_PR: Tensor, visibility: Visibility, scale: float, value_dim: int
-) -> Tensor:
+def _attend_visible(q_THR: Tensor, pool_PR: Tensor, visibility: Visibility, scale: float, value_dim: int) -> Tensor:
     out_THC = q_THR.new_empty((*q_THR.shape[:2], value_dim))
     for tile in _visible_tiles(visibility, q_THR.shape[1]):
         weights, rows_nkR = _visible_weights(tile, q_THR, pool_PR, scale)
@@ -161,9 +159,11 @@ class _Part:
 
     def __init__(self, span: slice, pool_PR: Tensor, positions_GK: Tensor, first_G: Tensor) -> None:
         self.span = span
-        self.index = (positions_GK.clamp(min=0).long() + first_G[:, None]).flatten()
-        self.rows_GKR = pool_PR.index_select(0, self.index).view(*positions_GK.shape, -1)
+        # Positions ascend and padding comes last, so the last column tells whether there is any.
         self.hidden_GK = positions_GK < 0 if bool((positions_GK[:, -1] < 0).any()) else None
+        kept_GK = positions_GK if self.hidden_GK is None else positions_GK.clamp(min=0)
+        self.index = (kept_GK + first_G[:, None]).flatten()
+        self.rows_GKR = pool_PR.index_select(0, self.index).view(*positions_GK.shape, -1)
 
     def weights(self, q_THR: Tensor, scale: float) -> Tensor:
         """Attention probabilities fp32 (or wider) [G, H, K]; padding gets 0, and so does a query that kept nothing."""
