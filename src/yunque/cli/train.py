@@ -12,6 +12,7 @@ from yunque.cli.recipe_files import recipe_names, run_file
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from yunque.train.results import RunSummary
     from yunque.train.settings import RunConfig
 
 #: What ``--quick`` changes: the same stages, a few steps each.
@@ -84,31 +85,34 @@ def run_quickstart(args: argparse.Namespace) -> int:
         "Stop with Ctrl-C at any moment; the same command goes on.",
         highlight=False,
     )
-    _execute(run, console)
-    _show_writing(run.folder / "model", console)
+    summary = _execute(run, console)
+    _show_writing(run.folder / summary.stages[-2].snapshot, run.folder / "model", console)
     _show_next(run.folder, console)
     return 0
 
 
-def _execute(run: RunConfig, console: Console) -> None:
+def _execute(run: RunConfig, console: Console) -> RunSummary:
     from yunque.train.run import execute
 
-    execute(run, console).show(console)
+    summary = execute(run, console)
+    summary.show(console)
+    return summary
 
 
-def _show_writing(folder: Path, console: Console) -> None:
+def _show_writing(base: Path, tuned: Path, console: Console) -> None:
+    """A completion by the model before fine-tuning, a tool call by the one after."""
     from yunque.cli.generate import Writer
     from yunque.core.records import Message, ToolSpec
     from yunque.data.tool_chats import ToolChatSource, tool_chats
     from yunque.model.generate import Sampling
 
-    writer = Writer.load(folder)
-    prompt = "def main(argv=None):\n    "
-    console.rule("a completion")
+    prompt = "    def close(self):\n"
+    console.rule("a completion, by the model before fine-tuning")
     console.print(prompt, style="dim", end="", highlight=False, markup=False)
-    sampling = Sampling(temperature=0.7, top_p=0.95, max_new_tokens=60)
-    console.print("".join(writer.complete(prompt, sampling, seed=0)), highlight=False, markup=False)
+    sampling = Sampling(temperature=0.7, top_p=0.9, max_new_tokens=60)
+    console.print("".join(Writer.load(base).complete(prompt, sampling, seed=0)), highlight=False, markup=False)
     console.rule("a tool call, to a question that was held out")
+    writer = Writer.load(tuned)
     rows = tool_chats(ToolChatSource(), "held_out")
     row = next(row for row in rows if "tool_calls" in row["messages"][1])
     question = Message.from_openai(row["messages"][0])

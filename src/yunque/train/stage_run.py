@@ -31,6 +31,9 @@ from yunque.weights.snapshots import MANIFEST, SnapshotParts
 RECORD = "stage.json"
 METRICS = "metrics.jsonl"
 
+#: Weight of the newest step in the running mean that ``last_loss`` is: about the last ten steps count.
+_NEWEST = 0.1
+
 _log = get_logger(__name__)
 
 
@@ -147,9 +150,9 @@ class _Tally:
     def after_step(self, state: TrainState, report: StepReport) -> None:
         self._progress.step, self._progress.tokens = state.step, state.tokens
         self._progress.seconds += report.seconds
-        self._progress.last_loss = report.loss
-        if self._progress.first_loss is None:
-            self._progress.first_loss = self._progress.last_loss
+        if self._progress.first_loss is None or self._progress.last_loss is None:
+            self._progress.first_loss = self._progress.last_loss = report.loss
+        self._progress.last_loss += _NEWEST * (report.loss - self._progress.last_loss)
 
 
 def _sinks(shop: Workshop, index: int, parts: StageParts, stack: contextlib.ExitStack) -> Sequence[MetricSink]:
