@@ -82,14 +82,14 @@ def training(ours: Transformer, theirs: Any) -> Pair:
     return Pair(run_theirs, run_ours)
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def prefill_ours(model: Transformer, tokens: torch.Tensor) -> SequenceCache:
     cache = SequenceCache(model.config, num_sequences=1, capacity=tokens.shape[1] + DECODE_STEPS)
     model.logits(model(tokens[0], cache.step([tokens.shape[1]])).hidden_TD[-1:])
     return cache
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def prefill_theirs(model: Any, tokens: torch.Tensor) -> Any:
     return model(tokens, use_cache=True, logits_to_keep=1)
 
@@ -100,13 +100,13 @@ def decoding(ours: Transformer, theirs: Any, tokens: torch.Tensor) -> Pair:
     their_cache = prefill_theirs(theirs, tokens).past_key_values
     length = tokens.shape[1]
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run_ours(step: torch.Tensor) -> None:
         our_cache.truncate(0, length)
         for _ in range(DECODE_STEPS):
             ours.logits(ours(step[0], our_cache.step([1])).hidden_TD)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def run_theirs(step: torch.Tensor) -> None:
         for _ in range(DECODE_STEPS):
             theirs(step, cache=their_cache, use_cache=True)

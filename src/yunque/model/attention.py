@@ -87,11 +87,13 @@ class Attention(nn.Module):
         """Queries [T, H, E] and cached rows [T, R], rotated in one go."""
         config = self.config
         heads, rope = config.num_attention_heads, config.qk_rope_head_dim
-        q_THE = self.q_b_proj(latent_TQ).unflatten(-1, (heads, config.qk_head_dim))
-        q_nope, q_rope = q_THE.split((config.qk_nope_head_dim, rope), dim=-1)
-        latent, k_rope = self.kv_a_proj_with_mqa(x_TD).split((config.kv_lora_rank, rope), dim=-1)
+        q_THE = self.q_b_proj(latent_TQ).view(x_TD.shape[0], heads, config.qk_head_dim)
+        q_nope, q_rope = q_THE.split_with_sizes((config.qk_nope_head_dim, rope), dim=-1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x_TD).split_with_sizes((config.kv_lora_rank, rope), dim=-1)
         both = torch.cat((q_rope, k_rope[:, None]), dim=1)
-        q_turned, k_turned = rotate(both, step.phase_TF, interleaved=config.rope_interleave).split((heads, 1), dim=1)
+        q_turned, k_turned = rotate(both, step.phase_TF, interleaved=config.rope_interleave).split_with_sizes(
+            (heads, 1), dim=1
+        )
         q_THE = torch.cat((q_nope, q_turned), dim=-1)
         rows_TR = torch.cat((self.kv_a_layernorm(latent), k_turned[:, 0]), dim=-1)
         return q_THE[: step.num_tokens], rows_TR[: step.num_tokens]
@@ -109,7 +111,7 @@ class Attention(nn.Module):
         selection = self._select(query, keys_Pd, step) if scores else None
         if mode.index_loss_T is None:
             return selection, None
-        target = AttentionTarget(self._absorb(q_THE).detach(), pool_PR.detach(), self.scale)
+        target = AttentionTarget(self._absorb(q_THE, self._kv_up()[0]).detach(), pool_PR.detach(), self.scale)
         loss = index_kl(
             query.q_TJd,
             keys_Pd,
@@ -131,30 +133,30 @@ class Attention(nn.Module):
         """The two halves of kv_b per head: keys [H, N, C] and values [H, V, C]."""
         config = self.config
         rows = (config.qk_nope_head_dim, config.v_head_dim)
-        key_HNC, value_HVC = self.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, sum(rows))).split(
-            rows, dim=1
-        )
+        weight = self.kv_b_proj.weight.view(config.num_attention_heads, sum(rows), config.kv_lora_rank)
+        key_HNC, value_HVC = weight.split_with_sizes(rows, dim=1)
         return key_HNC, value_HVC
 
-    def _absorb(self, q_THE: Tensor) -> Tensor:
+    def _absorb(self, q_THE: Tensor, key_HNC: Tensor) -> Tensor:
         """Queries against latent rows: [q_nope W_k | q_rope], [T, H, R]."""
         nope = self.config.qk_nope_head_dim
-        folded = per_head(q_THE[..., :nope], self._kv_up()[0], invariant=self.invariant)
+        folded = per_head(q_THE[..., :nope], key_HNC, invariant=self.invariant)
         return torch.cat((folded, q_THE[..., nope:]), dim=-1)
 
     def _attend(self, q_THE: Tensor, pool_PR: Tensor, visibility: Visibility, selection: Selection | None) -> Tensor:
         """Attention output per head [T, H, V] by the form that needs fewer operations."""
         if self.invariant or self._latent_is_cheaper(q_THE.shape[0], visibility, selection is not None):
             attend = attend_invariant if self.invariant else attend_latent
+            key_HNC, value_HVC = self._kv_up()
             out_THC = attend(
-                self._absorb(q_THE),
+                self._absorb(q_THE, key_HNC),
                 pool_PR,
                 visibility,
                 scale=self.scale,
                 value_dim=self.config.kv_lora_rank,
                 selection=selection,
             )
-            return per_head(out_THC, self._kv_up()[1].transpose(1, 2), invariant=self.invariant)
+            return per_head(out_THC, value_HVC.transpose(1, 2), invariant=self.invariant)
         k_PHE, v_PHV = self._expand(pool_PR, visibility)
         return attend_expanded(q_THE, k_PHE, v_PHV, visibility, scale=self.scale, selection=selection)
 

@@ -66,7 +66,7 @@ def _generate(
     cache = SequenceCache(model.config, num_sequences=1, capacity=capacity, dtype=weight.dtype, device=weight.device)
     pending = torch.tensor(prompt, dtype=torch.int64, device=weight.device)
     for _ in range(sampling.max_new_tokens):
-        with torch.no_grad():
+        with torch.inference_mode():
             logits_V = _extend(model, cache, pending)
         token = sample(logits_V, sampling, generator)
         yield token

@@ -63,7 +63,7 @@ class Indexer(nn.Module):
         """Index queries from the normed query latent, head weights from the layer's normed input."""
         config = self.config
         heads, width = config.index_n_heads, config.index_head_dim
-        q_TJd = self._rotate_first(self.wq_b(latent_TQ.detach()).unflatten(-1, (heads, width)), phase_TF)
+        q_TJd = self._rotate_first(self.wq_b(latent_TQ.detach()).view(x_TD.shape[0], heads, width), phase_TF)
         # The product itself is fp32: rounding it to bf16 flips near-ties between keys.
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         w_TJ = linear(x_TD.detach().to(wide), self.weights_proj.weight.to(wide), invariant=self.invariant)

@@ -23,10 +23,11 @@ def rotate(x: Tensor, phase_TF: Tensor, *, interleaved: bool) -> Tensor:
     wide = x if x.dtype == dtype else x.to(dtype)
     phase = phase_TF.view(phase_TF.shape[0], *[1] * (x.dim() - 2), phase_TF.shape[1])
     if interleaved:
-        pairs = wide.unflatten(-1, (-1, 2))
-        if any(step % 2 for step in (*pairs.stride()[:-1], pairs.storage_offset())):
-            pairs = pairs.contiguous()  # a slice at an odd place is no view of complex numbers
-        out = torch.view_as_real(torch.view_as_complex(pairs) * phase).flatten(-2)
+        if not wide.is_contiguous() or wide.storage_offset() % 2:
+            # A slice at an odd place is no view of complex numbers.
+            wide = wide.clone(memory_format=torch.contiguous_format)
+        pairs = torch.view_as_complex(wide.view(*wide.shape[:-1], wide.shape[-1] // 2, 2))
+        out = torch.view_as_real(pairs * phase).view(wide.shape)
     else:
         first, second = wide.chunk(2, dim=-1)
         cos, sin = phase.real, phase.imag

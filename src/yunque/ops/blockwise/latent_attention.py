@@ -160,7 +160,7 @@ class _Part:
     def __init__(self, span: slice, pool_PR: Tensor, positions_GK: Tensor, first_G: Tensor) -> None:
         self.span = span
         # Positions ascend and padding comes last, so the last column tells whether there is any.
-        self.hidden_GK = positions_GK < 0 if bool((positions_GK[:, -1] < 0).any()) else None
+        self.hidden_GK = positions_GK < 0 if int(positions_GK[:, -1].amin()) < 0 else None
         kept_GK = positions_GK if self.hidden_GK is None else positions_GK.clamp(min=0)
         self.index = (kept_GK + first_G[:, None]).flatten()
         self.rows_GKR = pool_PR.index_select(0, self.index).view(*positions_GK.shape, -1)
