@@ -37,9 +37,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class Progress:
     """Where a stage stands, as a snapshot stores it beside weights and optimiser.
 
-    ``seconds`` of training, the first training loss, a running mean of the latest ones and the held-out losses ``before`` belong to
-    the stage's record; ``best`` is the lowest held-out loss so far, ``measured`` the latest losses, of step
-    ``measured_at``.
+    ``seconds`` of training, the first training loss, a running mean of the latest ones and the held-out losses
+    ``before`` belong to the stage's record; ``best`` is the lowest held-out loss so far, ``measured`` the latest
+    losses, of step ``measured_at``.
     """
 
     step: int = 0
