@@ -15,7 +15,7 @@ CORPUS = ["import os\ndef main(argv=None):\n    return 0\n", "What is 3 plus 4? 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A nano model in bfloat16-free fp32, with a tokenizer of 320 tokens and the GLM-5.1 chat template."""
+    """A nano model in fp32, with a tokenizer of 320 tokens and the GLM-5.1 chat template."""
     folder = tmp_path_factory.mktemp("checkpoint")
     tokenizer = train_bpe(CORPUS * 4, 320)
     tokenizer.save(folder / "text")

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from yunque.core.errors import DataError
-from yunque.core.metrics import JsonlSink, TensorBoardSink, read_jsonl
+from yunque.core.metrics import JsonlSink, read_jsonl
 
 
 def test_written_values_are_read_back_including_those_json_lacks(tmp_path):
@@ -66,22 +66,3 @@ def test_a_damaged_line_is_reported_with_file_and_line(tmp_path):
 def test_a_metric_named_step_is_refused(tmp_path):
     with pytest.raises(DataError, match="cannot be named 'step'"):
         JsonlSink(tmp_path / "m").write(1, {"step": 2.0})
-
-
-def test_tensorboard_shows_a_resumed_run_without_the_lost_steps(tmp_path):
-    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    first = TensorBoardSink(tmp_path)
-    for step in range(1, 8):
-        first.write(step, {"loss": float(step), "lr": 0.5})
-    first.close()
-    resumed = TensorBoardSink(tmp_path)
-    resumed.truncate_after(5)
-    resumed.write(6, {"loss": 60.0})
-    resumed.close()
-    events = accumulator.EventAccumulator(str(tmp_path))
-    events.Reload()
-    assert [(point.step, point.value) for point in events.Scalars("loss")] == [
-        *((step, float(step)) for step in range(1, 6)),
-        (6, 60.0),
-    ]
-    assert [point.step for point in events.Scalars("lr")] == [1, 2, 3, 4, 5]

@@ -39,8 +39,8 @@ def run_convert(args: argparse.Namespace) -> int:
     from yunque.core.errors import ConfigError
     from yunque.weights import convert
 
-    if args.shard_gb <= 0:
-        raise ConfigError(f"--shard-gb is {args.shard_gb}; it must be above 0")
+    if not 0 < args.shard_gb < 1e9:
+        raise ConfigError(f"--shard-gb is {args.shard_gb}; it must be above 0, and a number")
     written = convert(
         args.source,
         args.target,

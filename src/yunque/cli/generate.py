@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -51,13 +52,18 @@ def run_generate(args: argparse.Namespace) -> int:
     from yunque.core.records import Message
     from yunque.model.generate import Sampling
 
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    try:
+        prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"standard input is not {error.encoding} at byte {error.start}") from error
     if not args.chat and (args.tools or args.system or args.no_think):
         raise ConfigError("--tools, --system and --no-think need --chat: a plain completion has no messages")
     try:
         sampling = Sampling(args.temperature, args.top_p, args.max_new_tokens)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal cannot show
     tools = _read_tools(args.tools)
     writer = Writer.load(args.checkpoint, dtype=args.dtype, device=args.device)
     if args.chat:
@@ -65,9 +71,8 @@ def run_generate(args: argparse.Namespace) -> int:
         messages.append(Message(role="user", content=prompt))
         print(writer.reply(messages, tools, sampling, seed=args.seed, thinks=not args.no_think))
         return 0
-    print(prompt, end="", flush=True)
-    for piece in writer.complete(prompt, sampling, seed=args.seed):
-        print(piece, end="", flush=True)
+    for number, piece in enumerate(writer.complete(prompt, sampling, seed=args.seed)):
+        print(piece if number else prompt + piece, end="", flush=True)
     print()
     return 0
 
@@ -110,7 +115,7 @@ class Writer:
         model = load_model(folder, dtype=wanted, device=pick_device(device)).eval()
         tokenizer = Tokenizer.load(folder)
         template = folder / CHAT_TEMPLATE_FILE
-        chat_format = format_of(template.read_text("utf-8")) if template.exists() else None
+        chat_format = format_of(template.read_text("utf-8", errors="replace")) if template.exists() else None
         return cls(model, tokenizer, Renderer(tokenizer, chat_format or "glm-5"))
 
     def complete(self, prompt: str, sampling: Sampling, *, seed: int) -> Iterator[str]:

@@ -31,8 +31,8 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. A mistake prints one line on standard error, without a traceback."""
     args = build_parser().parse_args(argv)
-    logging.setup("info")
     try:
+        logging.setup("info")
         return args.run(args)
     except YunqueError as error:
         print(f"yunque {args.command}: {error}", file=sys.stderr)
@@ -44,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader of our output went away (`yunque info glm-5 | head`): nothing is left to say.
         sys.stderr.close()
         return 0
+    except OSError as error:
+        place = "" if error.filename is None else f"{error.filename}: "
+        print(f"yunque {args.command}: {place}{error.strerror or error}", file=sys.stderr)
+        return MISTAKE
 
 
 def _is_stop(error: YunqueError) -> bool:

@@ -86,7 +86,7 @@ def run_quickstart(args: argparse.Namespace) -> int:
         highlight=False,
     )
     summary = _execute(run, console)
-    _show_writing(run.folder / summary.stages[-2].snapshot, run.folder / "model", console)
+    _show_writing(run.folder / summary.stages[-2:][0].snapshot, run.folder / "model", console)
     _show_next(run.folder, console)
     return 0
 

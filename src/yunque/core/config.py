@@ -105,7 +105,7 @@ def _override_value(override: str, text: str) -> Any:
         parsed = tomllib.loads(f"value = {text}")
         if len(parsed) == 1:
             return parsed["value"]
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         if text[:1] in ("[", "{", '"', "'"):
             raise ConfigError(f"override {override!r}: value is not TOML: {error}") from error
     return text

@@ -1,10 +1,12 @@
 """Files that are whole or absent, whatever moment the process dies at, and their checksums."""
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,22 @@ def sync_folder(folder: str | os.PathLike[str]) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def claimed(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Hold the lock file ``path`` while the block runs; it ends with the process. The folder must exist.
+
+    Raises BlockingIOError where another process holds it. File systems without such locks: no lock.
+    """
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise
+        except OSError:
+            pass
+        yield
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

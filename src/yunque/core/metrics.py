@@ -3,12 +3,11 @@
 import json
 import math
 import os
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from yunque.core.errors import DataError, YunqueError
+from yunque.core.errors import DataError
 from yunque.core.files import write_atomic
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -59,40 +58,6 @@ class JsonlSink:
     def close(self) -> None:
         """Close the file. Closing twice is fine."""
         self._file.close()
-
-
-class TensorBoardSink:
-    """Writes TensorBoard event files into a folder; needs ``yunque[tensorboard]``, and no torch.
-
-    Raises YunqueError, naming the command that installs it, where tensorboard is missing.
-    """
-
-    def __init__(self, folder: str | os.PathLike[str], *, flush_s: int = 10) -> None:
-        try:
-            from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-        except ImportError as error:
-            command = "pip install 'yunque[tensorboard]'"
-            raise YunqueError(f"TensorBoard metrics need the tensorboard package: {command}") from error
-        self._events, self._summaries = event_pb2, summary_pb2
-        self._writer = EventFileWriter(os.fspath(folder), flush_secs=flush_s)
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one point to the curve of each value."""
-        points = [self._summaries.Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._add(step, summary=self._summaries.Summary(value=points))
-
-    def truncate_after(self, step: int) -> None:
-        """Tell TensorBoard that the run restarts here: points of later steps written before are dropped."""
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._add(step + 1, session_log=start)
-
-    def close(self) -> None:
-        """Write out what is queued and close the file."""
-        self._writer.close()
-
-    def _add(self, step: int, **content: Any) -> None:
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
 
 
 def read_jsonl(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ from yunque.core.errors import DataError
 from yunque.data.report import ReadLog
 
 _MAGIC = re.compile(r"[*?\[]")
+_GLOB_SIGN = re.compile(r"\[(!?)(\]?[^\]]*)\]|.", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +114,17 @@ def _glob_expression(parts: tuple[str, ...]) -> re.Pattern[str]:
         if part == "**":
             pieces.append(".*" if last else "(?:[^/]+/)*")
             continue
-        translated = re.sub(r"\\\*", "[^/]*", re.escape(part)).replace(r"\?", "[^/]")
-        translated = re.sub(r"\\\[(!?)(.+?)\\\]", lambda m: f"[{'^' if m[1] else ''}{m[2]}]", translated)
+        translated = _GLOB_SIGN.sub(_translated, part)
         pieces.append(translated if last else f"{translated}/")
-    return re.compile("".join(pieces), re.DOTALL)
+    try:
+        return re.compile("".join(pieces), re.DOTALL)
+    except re.error as error:
+        raise DataError(f"{'/'.join(parts)}: not a glob: {error}") from error
+
+
+def _translated(sign: re.Match[str]) -> str:
+    """One sign of a glob as an expression: ``*``, ``?``, a set such as ``[a-c]`` or ``[!1]``, a character."""
+    if sign[2] is not None:
+        inner = re.sub(r"([\\\[^&~|])", r"\\\1", sign[2])
+        return f"[{'^' if sign[1] else ''}{inner}]"
+    return {"*": "[^/]*", "?": "[^/]"}.get(sign[0], re.escape(sign[0]))

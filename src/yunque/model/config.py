@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from yunque.core.config import from_mapping
 from yunque.core.errors import ConfigError
 
 IndexerType = Literal["full", "shared"]
@@ -152,24 +153,14 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> ModelConfig:
-        """Read a released ``config.json``; a key that asks for other numbers than ours raises ``ConfigError``."""
-        model_type = data.get("model_type", "glm_moe_dsa")
-        if model_type not in _ARCHITECTURES:
-            raise ConfigError(f"model_type is {model_type!r}; valid: {', '.join(_ARCHITECTURES)}")
-        for key, allowed in _FIXED.items():
-            if key in data and data[key] is not None and data[key] not in allowed:
-                raise ConfigError(f"config key {key} is {data[key]!r}; this model supports {allowed[0]!r} only")
-        values: dict[str, Any] = {f.name: data[f.name] for f in fields(cls) if data.get(f.name) is not None}
-        values.update({**_rope(data), **_experts(data), "model_type": model_type})
-        missing = [name for name in (*_REQUIRED, "first_k_dense_replace", "rope_theta") if name not in values]
-        if missing:
-            raise ConfigError(f"config lacks {', '.join(missing)}")
-        values["eos_token_id"] = _ids(data.get("eos_token_id"))
-        values["indexer_types"] = _indexer_types(data, int(values["num_hidden_layers"]))
-        values.setdefault("num_nextn_predict_layers", 0)
-        # Without the key the layout is that of the family: transformers' GLM class has no other, DeepSeek's no key.
-        values.setdefault("indexer_rope_interleave", model_type == "glm_moe_dsa")
-        return cls(**values)
+        """Read a released ``config.json``; a key that asks for other numbers than ours, or holds a value of another
+        type, raises ``ConfigError``."""
+        try:
+            return from_mapping(cls, _values_of(data))
+        except (TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"a key of the config holds a value of another type: {error}") from error
 
     def to_hf(self) -> dict[str, Any]:
         """The ``config.json`` mapping that Hugging Face, vLLM and SGLang read."""
@@ -216,6 +207,27 @@ _REQUIRED = (
     "num_experts_per_tok",
 )
 _POSITIVE = (*_REQUIRED, "n_shared_experts", "n_group", "topk_group", "max_position_embeddings")
+
+
+def _values_of(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of ``ModelConfig`` that a released ``config.json`` gives."""
+    model_type = data.get("model_type", "glm_moe_dsa")
+    if model_type not in _ARCHITECTURES:
+        raise ConfigError(f"model_type is {model_type!r}; valid: {', '.join(_ARCHITECTURES)}")
+    for key, allowed in _FIXED.items():
+        if key in data and data[key] is not None and data[key] not in allowed:
+            raise ConfigError(f"config key {key} is {data[key]!r}; this model supports {allowed[0]!r} only")
+    values: dict[str, Any] = {f.name: data[f.name] for f in fields(ModelConfig) if data.get(f.name) is not None}
+    values.update({**_rope(data), **_experts(data), "model_type": model_type})
+    missing = [name for name in (*_REQUIRED, "first_k_dense_replace", "rope_theta") if name not in values]
+    if missing:
+        raise ConfigError(f"config lacks {', '.join(missing)}")
+    values["eos_token_id"] = _ids(data.get("eos_token_id"))
+    values["indexer_types"] = _indexer_types(data, int(values["num_hidden_layers"]))
+    values.setdefault("num_nextn_predict_layers", 0)
+    # Without the key the layout is that of the family: transformers' GLM class has no other, DeepSeek's no key.
+    values.setdefault("indexer_rope_interleave", model_type == "glm_moe_dsa")
+    return values
 
 
 def _rope(data: Mapping[str, Any]) -> dict[str, Any]:

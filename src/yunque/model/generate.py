@@ -28,8 +28,8 @@ class Sampling:
     stop_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
-            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or more")
+        if not (self.temperature == 0 or self.temperature >= 1e-4):
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or at least 0.0001")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1")
         if self.max_new_tokens < 1:
@@ -93,5 +93,6 @@ def sample(logits_V: Tensor, sampling: Sampling, generator: torch.Generator | No
         ordered, order = probabilities_V.sort(descending=True, stable=True)
         # A token is kept while the mass before it is short of top_p, so the best one always is.
         kept = ordered.cumsum(0) - ordered < sampling.top_p
+        kept[0] = True  # a tiny top_p is 0 in fp32
         probabilities_V = torch.zeros_like(probabilities_V).index_put_((order[kept],), ordered[kept])
     return int(torch.multinomial(probabilities_V, 1, generator=generator))

@@ -53,7 +53,11 @@ class Tokenizer:
         problem = _problem(content)
         if problem is not None:
             raise DataError(f"{file}: {problem}; expected the {TOKENIZER_FILE} of a byte-level BPE")
-        return Tokenizer(_Engine.from_str(json.dumps({**content, "truncation": None, "padding": None})))
+        try:
+            engine = _Engine.from_str(json.dumps({**content, "truncation": None, "padding": None}))
+        except Exception as error:  # the library raises nothing narrower
+            raise DataError(f"{file}: the tokenizers library cannot read it: {error}") from error
+        return Tokenizer(engine)
 
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write ``tokenizer.json`` and the ``tokenizer_config.json`` with which ``transformers`` loads it."""

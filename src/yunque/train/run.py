@@ -10,7 +10,8 @@ import torch
 from rich.console import Console
 
 from yunque.core.config import to_toml
-from yunque.core.files import write_atomic
+from yunque.core.errors import ConfigError
+from yunque.core.files import claimed, write_atomic
 from yunque.ops.device import pick_device
 from yunque.train.curves import StageCurve, draw_curves
 from yunque.train.results import RunSummary, StageResult
@@ -43,15 +44,26 @@ def execute(
     device = pick_device(run.device)
     folder = run.folder
     folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with claimed(folder / ".lock"):
+            return _execute(run, console, device, stop or StopRequest(), clock)
+    except BlockingIOError as error:
+        raise ConfigError(f"another process trains in {folder}; wait for it, or choose another output") from error
+
+
+def _execute(
+    run: RunConfig, console: Console, device: torch.device, stop: StopRequest, clock: Callable[[], float]
+) -> RunSummary:
+    folder = run.folder
+    write_atomic(folder / "run.toml", to_toml(run))
     text = prepare_text(run.tokenizer, run.data, folder / "tokenizer")
-    shop = Workshop(run=run, text=text, device=device, console=console, stop=stop or StopRequest(), clock=clock)
+    shop = Workshop(run=run, text=text, device=device, console=console, stop=stop, clock=clock)
     results: list[StageResult] = []
     try:
         for index in range(len(run.stage)):
             results.append(run_stage(shop, index, results[-1] if results else None))
     finally:
         _draw(shop)
-    write_atomic(folder / "run.toml", to_toml(run))
     summary = RunSummary(name=run.name, stages=tuple(results), model=str(_export(shop, results[-1])))
     summary.write(folder / SUMMARY)
     return summary

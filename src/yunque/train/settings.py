@@ -57,6 +57,12 @@ class DataSettings:
     held_out_batches: int = 16
     cache: str = ""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.held_out_share < 1:
+            raise ConfigError(f"held_out_share {self.held_out_share} is not a share below 1")
+        if self.held_out_batches < 0:
+            raise ConfigError(f"held_out_batches is {self.held_out_batches}; it must be 0 or more")
+
     def for_stage(self, stage: Stage) -> DataConfig:
         """What the stage reads, packed as it says."""
         return DataConfig(
@@ -115,6 +121,8 @@ class RunConfig:
     hooks: HookSettings = field(default_factory=HookSettings)
 
     def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ConfigError(f"threads is {self.threads}; it must be 0 (torch's choice) or more")
         if not self.stage:
             raise ConfigError("a run needs at least one [[stage]]")
         titles = [stage.title for stage in self.stage]
@@ -174,7 +182,7 @@ def load_run(path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> Run
         return run_from_mapping(_overridden(data, overrides))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
     except ConfigError as error:
         source = f"{path} with {' '.join(overrides)}" if overrides else f"{path}"
@@ -214,7 +222,8 @@ def _overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
         return with_overrides(data, overrides)  # equal names: RunConfig says which
     spelled = [one for override in overrides for one in _per_stage(override, by_name)]
     result = with_overrides({**data, "stage": by_name}, spelled)
-    return result | {"stage": list(result["stage"].values())}
+    named = result["stage"]
+    return result | {"stage": list(named.values()) if isinstance(named, dict) else named}
 
 
 def _per_stage(override: str, stages: Mapping[str, Any]) -> list[str]:

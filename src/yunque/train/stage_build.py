@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from yunque.core.errors import CheckpointError, DataError
+from yunque.core.errors import CheckpointError, ConfigError, DataError
 from yunque.core.logging import get_logger
 from yunque.core.seeds import Seeds
 from yunque.data.loader import Loader, build_held_out, build_loader
@@ -39,7 +39,7 @@ class Progress:
 
     ``seconds`` of training, the first training loss, a running mean of the latest ones and the held-out losses
     ``before`` belong to the stage's record; ``best`` is the lowest held-out loss so far, ``measured`` the latest
-    losses, of step ``measured_at``.
+    losses, of step ``measured_at``; ``started_from`` is the fingerprint of the snapshot that the stage began with.
     """
 
     step: int = 0
@@ -54,6 +54,7 @@ class Progress:
     before: dict[str, float] | None = None
     threads: int = 0
     settings: dict[str, Any] | None = None
+    started_from: str = ""
 
     def to_tree(self) -> dict[str, Any]:
         return asdict(self)
@@ -106,10 +107,11 @@ def build_stage(shop: Workshop, index: int, previous: StageResult | None) -> Sta
         place=feed.place,
         clock=shop.clock,
     )
-    progress = Progress()
+    progress = Progress(started_from=fingerprint(previous))
     if snapshot is not None:
         progress = Progress.from_tree(snapshot.progress)
         shop.check_same(index, progress.settings or {})
+        check_start(store.folder.parent, progress.started_from, previous)
         state.optimizer.restore(snapshot.optimizer)
         state.step, state.tokens = progress.step, progress.tokens
         loader.restore(progress.loader)
@@ -127,6 +129,19 @@ def build_stage(shop: Workshop, index: int, previous: StageResult | None) -> Sta
         progress=progress,
         is_resumed=snapshot is not None,
     )
+
+
+def fingerprint(previous: StageResult | None) -> str:
+    """What identifies the weights that the stage after ``previous`` begins with."""
+    return previous.fingerprint if previous is not None else ""
+
+
+def check_start(folder: Path, started_from: str, previous: StageResult | None) -> None:
+    """Raise ``ConfigError`` when the stage in ``folder`` began with other weights than ``previous`` has."""
+    if started_from != fingerprint(previous):
+        raise ConfigError(
+            f"{folder} was trained from other weights than the stage before has now; delete it to train it anew"
+        )
 
 
 def _load_weights(

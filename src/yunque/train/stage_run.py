@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from yunque.core.config import to_toml
-from yunque.core.errors import ConfigError
 from yunque.core.files import sha256_file
 from yunque.core.logging import get_logger
 from yunque.core.metrics import JsonlSink, MetricSink
@@ -21,7 +20,7 @@ from yunque.train.recording import EvaluationHook, RecordHook, TensorBoardSink
 from yunque.train.results import StageResult
 from yunque.train.saving import SnapshotHook
 from yunque.train.signals import Interrupted
-from yunque.train.stage_build import Progress, StageParts, build_stage
+from yunque.train.stage_build import Progress, StageParts, build_stage, check_start
 from yunque.train.stages import Attention
 from yunque.train.state import TrainState
 from yunque.train.step import StepReport
@@ -47,11 +46,7 @@ def run_stage(shop: Workshop, index: int, previous: StageResult | None) -> Stage
     if record.exists():
         result = StageResult.read(record)
         shop.check_same(index, result.settings)
-        if result.started_from != _fingerprint(previous):
-            raise ConfigError(
-                f"{record.parent} was trained from other weights than the stage before has now; delete it to "
-                "train it anew"
-            )
+        check_start(record.parent, result.started_from, previous)
         return result
     parts = build_stage(shop, index, previous)
     if parts.is_resumed:
@@ -72,7 +67,7 @@ def run_stage(shop: Workshop, index: int, previous: StageResult | None) -> Stage
         threads=torch.get_num_threads(),
         snapshot=str(snapshot.relative_to(shop.folder)),
         fingerprint=sha256_file(snapshot / MANIFEST),
-        started_from=_fingerprint(previous),
+        started_from=progress.started_from,
         settings=shop.settings(index),
     )
     result.write(record)
@@ -81,10 +76,6 @@ def run_stage(shop: Workshop, index: int, previous: StageResult | None) -> Stage
             f"stopped by {shop.stop.requested} after stage {result.title!r}; the same command goes on from there"
         )
     return result
-
-
-def _fingerprint(result: StageResult | None) -> str:
-    return result.fingerprint if result is not None else ""
 
 
 def _tell_resumption(shop: Workshop, parts: StageParts) -> None:

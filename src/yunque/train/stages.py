@@ -51,8 +51,8 @@ class StageSettings(ABC):
         for name in ("tokens", "sequence_length", "tokens_per_step", "microbatches", "loss_chunk"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if not re.fullmatch(r"[A-Za-z0-9._-]*", self.name) or self.name.startswith("."):
-            raise ConfigError(f"name is {self.name!r}; it becomes a folder: letters, digits, '_', '-' and '.' only")
+        if not re.fullmatch(r"[A-Za-z0-9_-]*", self.name):
+            raise ConfigError(f"name is {self.name!r}; it becomes a folder: letters, digits, '_' and '-' only")
         if not self.sources:
             raise ConfigError("sources is empty; name at least one table of [data.sources]")
         if self.tokens_per_step % self.microbatches:

@@ -21,6 +21,7 @@ from yunque.text.chat_template import CHAT_TEMPLATE_FILE, chat_template
 from yunque.text.render import Renderer
 from yunque.text.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
 from yunque.train.settings import DataSettings, TokenizerSettings
+from yunque.weights.checkpoint import text_files
 
 _MADE_FROM = "made_from.json"
 _log = get_logger(__name__)
@@ -58,7 +59,7 @@ def prepare_text(settings: TokenizerSettings, data: DataSettings, folder: Path) 
     """
     tokenizer = Tokenizer.load(settings.path) if settings.path else _trained(settings, data, folder)
     tokenizer.save(folder)
-    files = {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != _MADE_FROM}
+    files = text_files(folder)
     files[CHAT_TEMPLATE_FILE] = chat_template(settings.chat_format).encode()
     return TextSide(tokenizer, Renderer(tokenizer, settings.chat_format), files)
 

@@ -99,6 +99,9 @@ def convert(
     config, files = checkpoint.config, text_files(checkpoint.folder)
     dtype = dtype or stored_dtype(checkpoint)
     if kind == "snapshot":
+        held = sorted(path.name for path in Path(target).glob("step-*"))
+        if held and not (overwrite and held == ["step-00000000"]):
+            raise CheckpointError(f"{target} holds snapshots already ({held[-1]}); choose another name")
         state = _empty_state(config, dtype, "cpu")
         load_tensors(checkpoint, state, ignore=ignore)
         return SnapshotStore(target).save(0, SnapshotParts(config, state, files=files))
