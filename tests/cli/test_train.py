@@ -6,7 +6,8 @@ from yunque.cli.main import main
 from yunque.cli.recipe_files import recipe_names
 
 
-def test_a_dry_run_shows_stages_and_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_shows_stages_and_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "140")
     assert {"quickstart", "glm-5/pretrain", "glm-5/dsa-sparse", "glm-5/sft"} <= set(recipe_names())
     assert main(["train", "quickstart", "--dry-run"]) == 0
     out = capsys.readouterr().out

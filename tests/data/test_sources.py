@@ -108,7 +108,7 @@ def test_stop_ends_at_the_first_problem_and_caches_nothing(opener: SourceOpener,
         opener.open("a", JsonlSource(path=str(path), on_bad="stop"), "train")
 
 
-def test_what_was_read_is_logged_also_from_the_cache(
+def test_problems_in_the_data_are_logged_also_from_the_cache(
     opener: SourceOpener, make_file: MakeFile, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = make_file("in/a.jsonl", b'{"text": "x"}\nbad\n').path
@@ -117,8 +117,19 @@ def test_what_was_read_is_logged_also_from_the_cache(
         with caplog.at_level(logging.INFO, "yunque"):
             opener.open("a", JsonlSource(path=str(path), split="train"), "train")
         shown = [record.getMessage() for record in caplog.records]
-        assert "a, train: 1 documents, 2 tokens" in shown
-        assert "a: read 1 documents, 0.00 MB from 1 files, 1 problems (not JSON: 1)" in shown
+        assert (
+            "a, train: 1 documents, 2 tokens; read 1 documents, 0.00 MB from 1 files, 1 problems (not JSON: 1)" in shown
+        )
+
+
+def test_clean_data_is_announced_once(
+    opener: SourceOpener, make_file: MakeFile, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = make_file("in/a.jsonl", b'{"text": "x"}\n').path
+    with caplog.at_level(logging.INFO, "yunque"):
+        for _ in range(2):
+            opener.open("a", JsonlSource(path=str(path), split="train"), "train")
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == ["a, train"]
 
 
 def test_generated_conversations_are_learned_in_both_splits(opener: SourceOpener) -> None:

@@ -70,7 +70,8 @@ def test_arguments_are_copied_from_the_question_and_results_into_the_answer(trai
 
 def test_shares_are_what_the_settings_say(train: list[Row]) -> None:
     num_turns = Counter(sum(m["role"] == "user" for m in row["messages"]) for row in train)
-    assert abs(num_turns[2] / len(train) - 0.25) < 0.03
+    assert set(num_turns) == {1, 2}
+    assert abs(num_turns[2] / len(train) - 0.5) < 0.03
     turns = sum(num_turns.elements())
     assert abs(1 - len(_calls(train)) / turns - 0.15) < 0.03
     thinking = sum("reasoning_content" in m for row in train for m in row["messages"] if m["content"])

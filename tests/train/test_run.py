@@ -260,7 +260,7 @@ def test_bf16_trains_with_fp32_masters_and_saves_bf16(cache: Path, tmp_path: Pat
     state = _tensors(final, "optimizer.safetensors")
     assert {t.dtype for name, t in state.items() if name.endswith(("master", "momentum"))} == {torch.float32}
     result = StageResult.read(run.folder / "01-pretrain" / "stage.json")
-    assert result.after["heldout_dense"] < result.before["heldout_dense"] - 0.05
+    assert result.after["heldout_dense"] < result.before["heldout_dense"] - 0.03
 
 
 def test_the_smallest_model_learns(cache: Path, tmp_path: Path) -> None:
