@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, nn
-from toy_training import ToyLoader, ToyModel, toy_config, toy_loss
+from toy_training import ToyModel, toy_config
 
 from yunque.core.errors import CheckpointError, ConfigError
+from yunque.model import LanguageModelLoss, LossConfig, PackedBatch, Transformer, init_weights, preset
+from yunque.model.names import module_specs
 from yunque.train.optimizer import Optimizer
-from yunque.train.roles import BACKBONE_ROLES, INDEXER_ROLES, OptimizerConfig, assign
+from yunque.train.roles import BACKBONE_ROLES, OptimizerConfig, assign
+from yunque.weights import load_model, save_model
 
 
 def _optimizer(model: ToyModel, **values) -> Optimizer:
@@ -108,19 +113,26 @@ def test_bf16_parameters_keep_fp32_masters_that_collect_small_updates() -> None:
     assert {t.dtype for t in optimizer.state().values()} == {torch.float32, torch.int64}
 
 
-def test_only_trainable_parameters_are_optimised_and_frozen_ones_get_no_gradient() -> None:
+def test_a_frozen_indexer_stays_out_of_the_optimiser_and_survives_save_and_load(tmp_path: Path) -> None:
     """PrimeIntellect-ai/prime-rl#2799: a frozen indexer must not enter the optimiser, and must survive save
     and load."""
-    model = ToyModel()
-    config = OptimizerConfig()
-    frozen = Optimizer(model, assign(model.specs(), config, toy_config(), INDEXER_ROLES), config)
-    assert frozen.parameters == {}
-    assert frozen.state() == {}
-    assert not any(p.requires_grad for p in model.parameters())
-    thawed = Optimizer(model, assign(model.specs(), config, toy_config(), BACKBONE_ROLES), config)
-    assert set(thawed.parameters) == {n for n, _ in model.named_parameters()}
-    toy_loss(model, next(iter(ToyLoader()))).sum.backward()
-    assert all(p.grad is not None for p in model.parameters())
+    architecture, config = preset("nano"), OptimizerConfig()
+    model = init_weights(Transformer(architecture), torch.Generator().manual_seed(0))
+    roles = assign(module_specs(architecture), config, architecture, BACKBONE_ROLES)
+    optimizer = Optimizer(model, roles, config)
+    indexer = {name for name, _ in model.named_parameters() if ".indexer." in name}
+    assert indexer
+    assert not indexer & set(optimizer.parameters)
+    assert not any(slot.startswith(tuple(indexer)) for slot in optimizer.state())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batch = PackedBatch.from_documents([list(range(40))])
+    LanguageModelLoss(LossConfig())(model, batch).sum.backward()
+    parameters = dict(model.named_parameters())
+    assert all(parameters[name].grad is None for name in indexer)
+    optimizer.step({n: p.grad for n, p in optimizer.parameters.items() if p.grad is not None}, lr=0.01)
+    loaded = load_model(save_model(tmp_path / "saved", architecture, model.state_dict())).state_dict()
+    assert all(torch.equal(loaded[name], before[name]) for name in indexer)
+    assert not torch.equal(loaded["lm_head.weight"], before["lm_head.weight"])
 
 
 def test_carry_takes_what_fits_and_leaves_the_rest_fresh() -> None:

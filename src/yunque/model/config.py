@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -100,6 +101,9 @@ class ModelConfig:
             )
         if self.qk_rope_head_dim % 2:
             raise ConfigError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary pairs need an even width")
+        for name in ("rms_norm_eps", "latent_eps", "rope_theta", "routed_scaling_factor", "initializer_range"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a number above 0")
         if self.index_head_dim < self.qk_rope_head_dim:
             raise ConfigError(f"index_head_dim {self.index_head_dim} is below qk_rope_head_dim {self.qk_rope_head_dim}")
 
