@@ -82,13 +82,13 @@ Event = ReasoningDelta | TextDelta | ToolCallStart | ToolCallDelta | ToolCallEnd
 class ParsedTurn:
     """A generated turn.
 
-    Attributes:
-        reasoning: The thought, verbatim; None if no thought was opened, ``""`` if it was opened and left
-        empty. content: The visible answer, without white space around it; ``""`` if there is none.
-        tool_calls: The complete calls of known tools, in order. failures: What could not be used, in order.
-        Nothing is guessed or repaired. stop: The spelling of the token that ended the turn; None if the ids
-        ended first. has_closed_reasoning: False if the ids ended inside the thought. tail: The events that
-        ``TurnParser.finish`` released; not compared.
+    ``reasoning``: the thought, verbatim; None if no thought was opened, ``""`` if it was opened and left empty.
+    ``content``: the visible answer, without white space around it; ``""`` if there is none.
+    ``tool_calls``: the complete calls of known tools, in order.
+    ``failures``: what could not be used, in order; nothing is guessed or repaired.
+    ``stop``: the spelling of the token that ended the turn; None if the ids ended first.
+    ``has_closed_reasoning``: False if the ids ended inside the thought.
+    ``tail``: the events that ``TurnParser.finish`` released; not compared.
     """
 
     reasoning: str | None

@@ -46,14 +46,11 @@ class TurnParser:
     ) -> None:
         """Start a turn.
 
-        Args:
-            tokenizer: The vocabulary of the ids. tools: What may be called; a call of anything else is a
-            failure. Their schemas type the arguments. None
-                accepts every name and guesses types: JSON where it is JSON.
-            in_reasoning: The prompt opened ``<think>``: ``Rendered.opens_reasoning``,
-            ``SpecialTokens.opens_reasoning``. text_tags: Also recognise tags that ordinary tokens spell, for
-            models that write them so. Argument values
-                are not escaped, so a value that holds a tag's spelling can then be cut at it.
+        ``tokenizer`` is the vocabulary of the ids. ``tools`` says what may be called: a call of anything else is a
+        failure, and their schemas type the arguments; None accepts every name and guesses types (JSON where it is
+        JSON). ``in_reasoning``: the prompt opened ``<think>`` (``Rendered.opens_reasoning``). ``text_tags`` also
+        recognises tags that ordinary tokens spell, for models that write them so; argument values are not escaped,
+        so a value that holds a tag's spelling can then be cut at it.
         """
         self._lexer = TagLexer(tokenizer, text_tags=text_tags)
         self._tools = None if tools is None else {tool.name: tool for tool in tools}

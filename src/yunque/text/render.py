@@ -59,14 +59,11 @@ class Renderer:
     ) -> Rendered:
         """The ids of a conversation, and who wrote them.
 
-        Args:
-            messages: The conversation, not empty. tools: The tools that the assistant may call, shown before
-            everything else. add_generation_prompt: End with ``<|assistant|>`` and the opening of its turn.
-            close_last_turn: When the last message is the assistant's, add the token that ends its turn, as
-            the
-                assistant's own: ``<|observation|>`` after tool calls, else ``<|endoftext|>``. The released
-                templates leave it out; training needs it.
-            **options: ``enable_thinking``, ``clear_thinking``, ``reasoning_effort``: see TemplateOptions.
+        ``messages`` is not empty. ``tools`` are what the assistant may call, shown before everything else.
+        ``add_generation_prompt`` ends with ``<|assistant|>`` and the opening of its turn. ``close_last_turn`` adds,
+        when the last message is the assistant's, the token that ends its turn, as its own: ``<|observation|>`` after
+        tool calls, else ``<|endoftext|>``; the released templates leave it out, training needs it. ``options`` are
+        ``enable_thinking``, ``clear_thinking`` and ``reasoning_effort``: see ``TemplateOptions``.
 
         What people wrote is encoded as plain text, so ``"<|user|>"`` in it never becomes that token. Raises
         TemplateError for an unknown option or an empty conversation, or if the tokenizer lacks a GLM token.
