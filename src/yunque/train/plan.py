@@ -8,58 +8,16 @@ from math import prod
 
 from yunque.model.config import ModelConfig
 from yunque.model.names import FP32_ROLES, Role, TensorSpec, module_specs
+from yunque.model.report import ModelReport, model_report
 from yunque.train.optimizer import SLOTS
 from yunque.train.roles import Assignment, RoleRow, assign, by_role
 from yunque.train.settings import RunConfig
 from yunque.train.stages import Stage
 
-_PARTS: Mapping[Role, str] = {
-    Role.EMBEDDING: "embedding",
-    Role.HEAD: "head",
-    Role.NORM: "norms",
-    Role.Q_UP: "attention",
-    Role.KV_UP: "attention",
-    Role.ATTENTION: "attention",
-    Role.INDEXER: "indexer",
-    Role.INDEXER_HEADS: "indexer",
-    Role.INDEXER_NORM: "indexer",
-    Role.ROUTER: "router",
-    Role.ROUTER_BIAS: "router",
-    Role.MLP: "dense MLP",
-    Role.EXPERT: "routed experts",
-    Role.SHARED_EXPERT: "shared experts",
-}
 _FP32_BYTES = 4
 
 
-@dataclass(frozen=True)
-class Part:
-    """Parameters of one part of the model: all of them, and those that one token uses."""
-
-    name: str
-    total: int
-    active: int
-
-
 Specs = Mapping[str, TensorSpec]
-
-
-def parameter_parts(config: ModelConfig, specs: Specs) -> tuple[Part, ...]:
-    """Parameters by part, the MTP layer apart; the router's bias counts, as it does in a checkpoint.
-
-    ``specs`` are ``module_specs(config)``.
-    """
-    total: dict[str, int] = {}
-    active: dict[str, int] = {}
-    share = config.num_experts_per_tok / config.n_routed_experts
-    for name, spec in specs.items():
-        numel = prod(spec.shape)
-        is_mtp = name.startswith(f"model.layers.{config.num_hidden_layers}.")
-        part = "MTP layer" if is_mtp else _PARTS[spec.role]
-        total[part] = total.get(part, 0) + numel
-        used = round(numel * share) if spec.role is Role.EXPERT else 0 if spec.role is Role.EMBEDDING else numel
-        active[part] = active.get(part, 0) + used
-    return tuple(Part(name, total[name], active[name]) for name in total)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +57,7 @@ class RunPlan:
     """A run, resolved: what ``--dry-run`` prints."""
 
     run: RunConfig
-    parts: tuple[Part, ...]
+    report: ModelReport
     stages: tuple[StagePlan, ...]
 
     @property
@@ -112,7 +70,7 @@ def plan(run: RunConfig) -> RunPlan:
     specs = module_specs(run.model)  # a stage may change the rotary base, but no shape
     return RunPlan(
         run=run,
-        parts=parameter_parts(run.model, specs),
+        report=model_report(run.model),
         stages=tuple(_stage_plan(run, index, specs) for index in range(len(run.stage))),
     )
 

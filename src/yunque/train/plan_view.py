@@ -41,10 +41,10 @@ def size(num_bytes: float) -> str:
 
 def _parts_table(plan: RunPlan) -> Table:
     table = Table("part", "parameters", "active per token", title="model")
-    for part in plan.parts:
-        table.add_row(part.name, count(part.total), count(part.active))
+    for name, part in plan.report.parts.items():
+        table.add_row(name, count(part.total), count(part.active))
     table.add_section()
-    table.add_row("all", count(sum(p.total for p in plan.parts)), count(sum(p.active for p in plan.parts)))
+    table.add_row("all", count(plan.report.with_mtp.total), count(plan.report.with_mtp.active))
     return _right(table)
 
 
