@@ -19,12 +19,12 @@ from rich.console import Console
 from safetensors.torch import load_file
 from training_runs import nano_run
 
-from yunque.core.errors import ConfigError
+from yunque.core.errors import ConfigError, Interrupted
 from yunque.core.metrics import read_jsonl
 from yunque.train.results import StageResult
 from yunque.train.run import execute
 from yunque.train.settings import RunConfig, run_from_mapping
-from yunque.train.signals import Interrupted, StopRequest
+from yunque.train.signals import StopRequest
 from yunque.weights.models import load_model
 
 pytestmark = pytest.mark.xdist_group("train_run")

@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 from toy_training import ToyLoader, toy_loss, toy_state
 
+from yunque.core.errors import Interrupted
 from yunque.train.loop import fit
 from yunque.train.recording import EvaluationHook
 from yunque.train.saving import SnapshotHook
-from yunque.train.signals import Interrupted, StopRequest
+from yunque.train.signals import StopRequest
 
 
 def _saved_steps(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from yunque import __version__
 from yunque.cli import convert, generate, info, train
 from yunque.core import logging
-from yunque.core.errors import YunqueError
+from yunque.core.errors import Interrupted, YunqueError
 
 #: Exit codes: a mistake in what was asked; stopped on request (the shell's convention for SIGINT).
 MISTAKE = 2
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return args.run(args)
     except YunqueError as error:
         print(f"yunque {args.command}: {error}", file=sys.stderr)
-        return STOPPED if _is_stop(error) else MISTAKE
+        return STOPPED if isinstance(error, Interrupted) else MISTAKE
     except KeyboardInterrupt:
         print(f"yunque {args.command}: stopped", file=sys.stderr)
         return STOPPED
@@ -48,7 +48,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         place = "" if error.filename is None else f"{error.filename}: "
         print(f"yunque {args.command}: {place}{error.strerror or error}", file=sys.stderr)
         return MISTAKE
-
-
-def _is_stop(error: YunqueError) -> bool:
-    return type(error).__name__ == "Interrupted"

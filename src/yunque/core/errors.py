@@ -24,6 +24,10 @@ class TemplateError(YunqueError, ValueError):
     """A conversation cannot be written in the chosen chat format."""
 
 
+class Interrupted(YunqueError):
+    """A run stopped because it was asked to; the message says where it stands and how to go on."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str | None:
     """The choice that ``name`` most likely meant, or None when nothing is close. Letter case is ignored."""
     by_folded = {choice.casefold(): choice for choice in choices}

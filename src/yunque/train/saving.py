@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from yunque.core.errors import Interrupted
 from yunque.train.cadence import is_due
 from yunque.train.recording import EvaluationHook
-from yunque.train.signals import Interrupted, StopRequest
+from yunque.train.signals import StopRequest
 from yunque.train.state import TrainState
 from yunque.train.step import StepReport
 

@@ -8,12 +8,6 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
-from yunque.core.errors import YunqueError
-
-
-class Interrupted(YunqueError):
-    """A run stopped because it was asked to; the message says where it stands and how to go on."""
-
 
 class StopRequest:
     """Whether somebody asked the run to stop. ``requested`` names the signal, or is None."""

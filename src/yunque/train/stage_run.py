@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from yunque.core.config import to_toml
+from yunque.core.errors import Interrupted
 from yunque.core.files import sha256_file
 from yunque.core.logging import get_logger
 from yunque.core.metrics import JsonlSink, MetricSink
@@ -19,7 +20,6 @@ from yunque.train.progress import ProgressHook
 from yunque.train.recording import EvaluationHook, RecordHook, TensorBoardSink
 from yunque.train.results import StageResult
 from yunque.train.saving import SnapshotHook
-from yunque.train.signals import Interrupted
 from yunque.train.stage_build import Progress, StageParts, build_stage, check_start
 from yunque.train.stages import Attention
 from yunque.train.state import TrainState
