@@ -51,7 +51,7 @@ class Pair:
 def make_ours(seed: int) -> Transformer:
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(Seeds(seed).stream("weights") % 2**63)
-    return init_weights(Transformer(preset("mini")), generator)
+    return init_weights(Transformer(preset("mini")), generator).join_projections()
 
 
 def make_theirs(ours: Transformer | None) -> Any:

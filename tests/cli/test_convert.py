@@ -40,3 +40,45 @@ def test_an_existing_target_is_refused_unless_overwrite(
 def test_shard_size_must_be_positive(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(checkpoint), str(tmp_path / "x"), "--shard-gb", "0"]) == 2
     assert "--shard-gb is 0.0" in capsys.readouterr().err
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_run_s_snapshots_are_never_the_target(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Neither as a checkpoint folder nor as a snapshot to start from, whether or not overwriting is asked for."""
+    store = tmp_path / "snapshots"
+    assert main(["convert", str(checkpoint), str(store), "--to", "snapshot"]) == 0
+    (store / "step-00000000").rename(store / "step-00000004")
+    before = _contents(store)
+    for options, reason in (
+        ([], "exists"),
+        (["--overwrite"], "is no checkpoint (it has no config.json); it is not overwritten"),
+        (["--to", "snapshot"], "holds snapshots already (step-00000004)"),
+        (["--to", "snapshot", "--overwrite"], "holds snapshots already (step-00000004)"),
+    ):
+        assert main(["convert", str(checkpoint), str(store), *options]) == 2
+        assert reason in capsys.readouterr().err
+        assert _contents(store) == before
+
+
+def test_a_store_without_a_whole_snapshot_is_no_source(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = tmp_path / "snapshots"
+    assert main(["convert", str(checkpoint), str(store), "--to", "snapshot"]) == 0
+    (store / "step-00000000" / "config.json").write_text("{}")
+    assert main(["convert", str(store), str(tmp_path / "out")]) == 2
+    assert f"{store} holds snapshots, but none of them is whole" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_s_folder_is_no_source_and_the_message_says_what_it_lacks(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(checkpoint), str(tmp_path / "run" / "01-sft" / "snapshots"), "--to", "snapshot"]) == 0
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
+    assert f"{tmp_path / 'run'} has no readable config.json" in capsys.readouterr().err

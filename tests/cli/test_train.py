@@ -1,5 +1,7 @@
 """``yunque train``: recipes, dry runs, refusals."""
 
+from pathlib import Path
+
 import pytest
 
 from yunque.cli.main import main
@@ -16,6 +18,18 @@ def test_a_dry_run_shows_stages_and_memory(capsys: pytest.CaptureFixture[str], m
     assert "memory" in out
 
 
+def test_a_dry_run_names_what_the_run_reads_and_is_not_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    start = f"start_from={str(tmp_path / 'nothing')!r}"
+    assert main(["train", "quickstart", start, "--dry-run"]) == 0
+    assert f"not here yet  start_from = {str(tmp_path / 'nothing')!r}" in capsys.readouterr().out
+    assert main(["train", "quickstart", start, f"output={str(tmp_path / 'run')!r}"]) == 2
+    assert f"not there: start_from = {str(tmp_path / 'nothing')!r}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -24,6 +38,14 @@ def test_a_dry_run_shows_stages_and_memory(capsys: pytest.CaptureFixture[str], m
         (["quikstart"], "did you mean 'quickstart'"),
         (["no/such/run.toml"], "no such run file"),
         (["quickstart", "seed=abc"], "seed"),
+        (["quickstart", "tokenizer.vocab_size=-5"], "[tokenizer]: vocab_size is -5; it must be at least 274"),
+        (
+            ["quickstart", "tokenizer.vocab_size=4096"],
+            "model.vocab_size is 2048, below the 4096 of tokenizer.vocab_size",
+        ),
+        (["quickstart", "stage.sft.packing_buffer=0"], "packing_buffer is 0"),
+        (["quickstart", "stage.pretrain.schedule.lr_peak=inf"], "lr_peak is inf"),
+        (["quickstart", "name=.."], "name is '..'; it becomes a folder"),
     ],
 )
 def test_mistakes_exit_with_2_and_name_the_nearest_valid_choice(

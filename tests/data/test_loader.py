@@ -225,7 +225,7 @@ def test_the_table_survives_toml_shaped_mappings(folder: Path) -> None:
     ("changes", "message"),
     [
         ({"sources": {}}, "sources is empty"),
-        ({"held_out_share": 1.0}, "held_out_share 1.0"),
+        ({"held_out_share": 1.0}, "held_out_share is 1.0"),
         ({"mixture": MixtureConfig((Phase({"rowz": 1}),))}, "unknown source 'rowz'.*did you mean 'rows'"),
     ],
 )

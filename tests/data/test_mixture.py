@@ -135,7 +135,7 @@ def test_a_state_of_other_sources_is_refused() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Phase({"a": -1.0}), "weights {'a': -1.0}"),
+        (lambda: Phase({"a": -1.0}), "weights.a is -1.0"),
         (lambda: Phase({"a": float("nan")}), "finite"),
         (lambda: Phase({"a": 0.0}), "all weights are 0"),
         (lambda: MixtureConfig(()), "phases is empty"),

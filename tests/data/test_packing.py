@@ -123,7 +123,7 @@ def test_padding_of_typical_conversations_is_below_two_percent() -> None:
     [
         ((10, 11), "tokens_per_batch 10 is below sequence_length 11"),
         ((10, 1), "sequence_length 1"),
-        ((10, 5, 0), "buffer_documents 0"),
+        ((10, 5, 0), "buffer_documents is 0"),
     ],
 )
 def test_impossible_settings_are_refused(arguments: tuple[int, ...], message: str) -> None:

@@ -243,7 +243,7 @@ def test_without_pyarrow_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, mak
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"), [({"encoding": "utf-99"}, "encoding 'utf-99'"), ({"max_chars": 0}, "at least 1")]
+    ("settings", "message"), [({"encoding": "utf-99"}, "encoding 'utf-99'"), ({"max_chars": 0}, "max_chars is 0")]
 )
 def test_bad_settings_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):

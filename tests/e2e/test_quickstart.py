@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,25 +42,45 @@ def test_quickstart_trains_adapts_and_writes(tmp_path: Path, shared_cache: str) 
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_the_same_command_ends_with_the_same_model(tmp_path: Path, shared_cache: str) -> None:
+def test_killed_in_the_middle_of_every_stage_the_same_command_ends_with_the_same_model(
+    tmp_path: Path, shared_cache: str
+) -> None:
+    """kill -9 before anything is trained, and once half-way in each stage: after a snapshot, before the record."""
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
     run = command(*SMALL, shared_cache)
     subprocess.run(run, cwd=tmp_path / "whole", check=True, capture_output=True, timeout=600)
-    kills = 0
-    for wait_s in (4.0, 9.0, 14.0, 19.0):
-        process = subprocess.Popen(
-            run, cwd=tmp_path / "killed", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=os.environ
-        )
-        time.sleep(wait_s)
-        if process.poll() is not None:
-            break
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        kills += 1
-    assert kills >= 2
+    folder = tmp_path / "killed" / "runs" / "quickstart-quick"
+    kill_when(run, tmp_path / "killed", lambda: (folder / "run.toml").exists())
+    assert not list(folder.glob("*/snapshots"))
+    for number, title in enumerate(STAGES, start=1):
+        stage = folder / f"{number:02d}-{title}"
+        kill_when(run, tmp_path / "killed", lambda stage=stage: any(stage.glob("snapshots/step-*")))
+        assert not (stage / "stage.json").exists()
+        assert (stage / "metrics.jsonl").exists()
     subprocess.run(run, cwd=tmp_path / "killed", check=True, capture_output=True, timeout=600)
     assert digest(tmp_path / "killed") == digest(tmp_path / "whole")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
+
+
+def kill_when(arguments: list[str], folder: Path, is_time: Callable[[], bool]) -> None:
+    """Run in ``folder`` and kill -9 as soon as ``is_time``."""
+    process = subprocess.Popen(arguments, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline_s = time.monotonic() + 300
+    while not is_time():
+        assert process.poll() is None, "the run ended before its time to be killed"
+        assert time.monotonic() < deadline_s
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+
+
+def losses(folder: Path) -> list[list[tuple[int, float]]]:
+    """Step and training loss of every line of metrics, stage by stage."""
+    files = sorted((folder / "runs" / "quickstart-quick").glob("*/metrics.jsonl"))
+    assert len(files) == len(STAGES)
+    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [[(row["step"], row["objective"]) for row in stage if "objective" in row] for stage in rows]
 
 
 def digest(folder: Path) -> str:

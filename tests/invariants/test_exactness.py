@@ -123,7 +123,8 @@ def test_a_document_feels_neither_its_neighbours_nor_a_token_later_ones(batch_in
 @pytest.mark.parametrize("steps", [STEPS, one_at_a_time(LENGTHS)], ids=["chunks of 1, 3, 2", "one at a time"])
 @pytest.mark.parametrize("mode", [{}, {"always_score": True}, {"attention": "dense"}], ids=str)
 def test_steps_over_a_cache_equal_one_packed_pass(seed, steps, mode):
-    """transformers#44052: the index cache was reset by a step of several tokens. vllm#47827, sglang-jax#1036."""
+    """transformers#44058, transformers#44103 (issue transformers#44052): the index cache was reset by a step of several
+    tokens. vllm#47827, sglang-jax#1036."""
     config = draw_config(seed, index_topk=6, index_n_heads=16)
     model, documents = build(config, seed), random_documents(config, LENGTHS, seed)
     got = torch.cat(run_in_steps(model, documents, steps, **mode))

@@ -1,5 +1,6 @@
 """The whole forward pass against a second model in float64: every layer, every selection, any architecture."""
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -145,3 +146,35 @@ def test_nano_preset_runs_in_bf16_and_keeps_the_head_in_fp32():
     out = run(model, batch)
     assert out.hidden_TD.dtype == torch.bfloat16
     assert model.logits(out.hidden_TD).dtype == torch.float32
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_joined_projections_change_nothing_but_rounding(seed):
+    config = draw_config(seed)
+    model, batch = build(config, seed).double(), random_batch(draw_config(seed), LENGTHS, seed)
+    names = list(model.state_dict())
+    with torch.inference_mode():
+        plain = run(model, batch)
+        joined = run(model.join_projections(), batch)
+    for layer in range(config.num_hidden_layers):
+        first_T = batch.document_start_T
+        kept = [as_mask(out.trace.selections[layer], first_T) for out in (plain, joined)]
+        assert torch.equal(*kept)
+        assert largest_difference(joined.trace.hidden[layer], plain.trace.hidden[layer]) < 1e-11
+    assert list(model.state_dict()) == names
+
+
+def test_joined_weights_follow_training_and_are_left_behind_by_a_copy():
+    """Training moves the joined tensor in place; a copy or a cast has tensors of its own and does without."""
+    model = build(draw_config(1), 1).double().join_projections()
+    batch = random_batch(draw_config(1), LENGTHS, 1)
+    copied = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.1)
+    fresh = build(draw_config(1), 1).double()
+    fresh.load_state_dict(model.state_dict())
+    with torch.inference_mode():
+        moved, expected = run(model, batch).hidden_TD, run(fresh, batch).hidden_TD
+        assert largest_difference(moved, expected) < 1e-11
+        assert largest_difference(run(copied, batch).hidden_TD, expected) > 1e-3
+        assert largest_difference(run(model.float().double(), batch).hidden_TD, expected) < 1e-4

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from training_runs import nano_run
 
 from yunque.core.errors import ConfigError, Interrupted
+from yunque.core.files import sha256_file
 from yunque.core.metrics import read_jsonl
 from yunque.train.results import StageResult
 from yunque.train.run import execute
@@ -211,6 +212,70 @@ def test_a_later_stage_of_other_weights_is_refused(cache: Path, tmp_path: Path) 
     shutil.rmtree(run.folder / "01-pretrain")
     with pytest.raises(ConfigError, match="02-midtrain was trained from other weights than the stage before"):
         _execute(run, cache)
+
+
+def test_two_runs_at_once_in_one_folder_are_refused_and_one_after_the_other_is_not(cache: Path, tmp_path: Path) -> None:
+    """The second begins in the middle of the first, at a look at the clock; the first goes on unharmed."""
+    run = _run(cache, tmp_path / "run", "pretrain")
+    refusals: list[str] = []
+
+    def clock() -> float:
+        if not refusals:
+            with pytest.raises(ConfigError) as error:
+                execute(run, Console(quiet=True))
+            refusals.append(str(error.value))
+        return 0.0
+
+    _execute(run, cache, clock=clock)
+    assert refusals == [f"another process trains in {run.folder}; wait for it, or choose another output"]
+    assert StageResult.read(run.folder / "01-pretrain" / "stage.json").steps == 4
+    _execute(run, cache)
+
+
+def _interrupted_in_midtrain(cache: Path, folder: Path) -> RunConfig:
+    """A run of two stages that stands after the first step of the second."""
+    run = _run(cache, folder, "pretrain", "midtrain")
+    stop = StopRequest()
+
+    def clock() -> float:
+        if (run.folder / "02-midtrain" / "metrics.jsonl").exists():
+            stop.requested = "SIGINT"
+        return 0.0
+
+    with pytest.raises(Interrupted, match=r"after step 1; saved .*02-midtrain"):
+        _execute(run, cache, stop=stop, clock=clock)
+    assert not (run.folder / "02-midtrain" / "stage.json").exists()
+    return run
+
+
+def test_a_stage_interrupted_half_way_still_reports_the_snapshot_it_started_from(cache: Path, tmp_path: Path) -> None:
+    run = _interrupted_in_midtrain(cache, tmp_path / "run")
+    assert "midtrain: going on after step 1 of 4" in _execute(run, cache)
+    first, second = (StageResult.read(run.folder / stage / "stage.json") for stage in ("01-pretrain", "02-midtrain"))
+    assert first.started_from == ""
+    assert second.started_from == first.fingerprint == sha256_file(run.folder / first.snapshot / "manifest.json")
+
+
+def test_a_half_done_stage_does_not_go_on_from_other_weights_than_it_started_from(cache: Path, tmp_path: Path) -> None:
+    run = _interrupted_in_midtrain(cache, tmp_path / "run")
+    shutil.rmtree(run.folder / "01-pretrain")
+    with pytest.raises(ConfigError, match="02-midtrain was trained from other weights than the stage before has now"):
+        _execute(run, cache)
+
+
+def test_curves_that_cannot_be_drawn_do_not_hide_why_a_run_ended(cache: Path, tmp_path: Path) -> None:
+    run = _run(cache, tmp_path / "run", "pretrain")
+    (run.folder / "curves.png").mkdir(parents=True)
+    stop = StopRequest()
+    stop.requested = "SIGINT"
+    with pytest.raises(Interrupted, match="SIGINT after step 1"):
+        _execute(run, cache, stop=stop)
+    with pytest.raises(IsADirectoryError):
+        _execute(run, cache)
+    assert (run.folder / "model" / "config.json").exists()
+    (run.folder / "curves.png").rmdir()
+    _execute(run, cache)
+    assert (run.folder / "curves.png").stat().st_size > 5000
 
 
 def test_a_larger_thread_count_is_reported_on_resuming(

@@ -3,7 +3,11 @@ choice."""
 
 from __future__ import annotations
 
+import copy
+import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -11,6 +15,7 @@ from training_runs import nano_run
 
 from yunque.core.config import to_mapping
 from yunque.core.errors import ConfigError
+from yunque.text.tokenizer import train_bpe
 from yunque.train.settings import load_run, run_from_mapping
 from yunque.train.stages import DsaSparse, DsaWarmup, Sft
 
@@ -101,3 +106,109 @@ def test_loss_weights_follow_their_steps(tmp_path: Path) -> None:
 def test_an_sft_indexer_needs_sparse_attention(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs attention = 'sparse'"):
         load_run(_write(tmp_path), ["stage.sft.attention=dense", "stage.sft.index_kl_weight=1"])
+
+
+def test_two_stages_of_one_name_are_refused_with_the_name_whatever_is_overridden(tmp_path: Path) -> None:
+    first = nano_run()["stage"][0]
+    path = _write(tmp_path, stage=[first, first])
+    for overrides in ([], ["stage.*.tokens=256"], ["stage.pretrain.tokens=256"], ["seed=3"]):
+        with pytest.raises(ConfigError, match=r"two stages are called 'pretrain'; give each a name of its own"):
+            load_run(path, overrides)
+    named = _write(tmp_path, stage=[first, first | {"name": "more"}])
+    assert [stage.tokens for stage in load_run(named, ["stage.*.tokens=256"]).stage] == [256, 256]
+
+
+# --- numbers ---
+
+#: Any integer is a seed; 0 means something of its own where it is allowed at all.
+ANY_INTEGER = {("seed",), ("data", "sources", "chats", "seed")}
+Leaf = tuple[tuple[str | int, ...], int | float]
+
+
+def _full_run() -> dict[str, Any]:
+    """A run that says every number that a run file can hold, its defaults included."""
+    base = nano_run()
+    base["stage"][0] |= {
+        "batch_ramp": {"start_tokens": 64, "over_tokens": 256},
+        "mixture": {"phases": [{"weights": {"text": 1.0}, "until_tokens": 10_000}]},
+        "mtp_weight": [[0, 0.3], [256, 0.1]],
+        "optimizer": {},
+    }
+    base["model"] |= {"eos_token_id": [0], "pad_token_id": 0}
+    sources = base["data"]["sources"]
+    sources["talks"] = {"kind": "conversations", "path": "talks"}
+    sources["table"] = {"kind": "parquet", "path": "table"}
+    return to_mapping(run_from_mapping(base))
+
+
+def _numbers(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[Leaf]:
+    if isinstance(value, dict | list):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _numbers(item, (*place, key))
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield place, value
+
+
+def _with(run: dict[str, Any], place: tuple[str | int, ...], value: float) -> dict[str, Any]:
+    changed = copy.deepcopy(run)
+    table: Any = changed
+    for key in place[:-1]:
+        table = table[key]
+    table[place[-1]] = value
+    return changed
+
+
+def test_no_number_of_a_run_may_be_negative_or_not_finite() -> None:
+    """Every number of every table, found by walking the resolved run: a new one is covered when it is added."""
+    run = _full_run()
+    leaves = [(place, number) for place, number in _numbers(run) if place not in ANY_INTEGER]
+    assert len(leaves) > 120
+    for place, number in leaves:
+        wrong = (-5,) if isinstance(number, int) else (-5.0, math.nan, math.inf, -math.inf)
+        for value in wrong:
+            with pytest.raises(ConfigError) as error:
+                run_from_mapping(_with(run, place, value))
+            key = [part for part in place if isinstance(part, str)][-1]
+            assert key in str(error.value), (place, value, str(error.value))
+            assert str(value) in str(error.value), (place, value, str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("tokenizer.vocab_size=-5", r"\[tokenizer\]: vocab_size is -5; it must be at least 274"),
+        ("tokenizer.vocab_size=273", "vocab_size is 273; it must be at least 274"),
+        ("tokenizer.vocab_size=513", "model.vocab_size is 512, below the 513 of tokenizer.vocab_size"),
+        ("tokenizer.max_bytes=0", "max_bytes is 0; it must be a finite number, 1 or more"),
+        ("stage.sft.packing_buffer=0", r"\[stage\[4\]\]: packing_buffer is 0; .* 1 or more"),
+        ("stage.sft.sequence_length=1", "sequence_length is 1; .* 2 or more"),
+        ("stage.sft.rope_theta=0.0", "rope_theta is 0.0; it must be a finite number above 0"),
+        ("stage.pretrain.mtp_weight=nan", "mtp_weight is nan"),
+        ("stage.pretrain.schedule.lr_peak=inf", r"\[stage\[0\].schedule\]: lr_peak is inf"),
+        ("model.eos_token_id=[512]", r"model.eos_token_id: 512 is no token; valid: 0..511"),
+        ("model.pad_token_id=512", r"model.pad_token_id: 512 is no token; valid: 0..511"),
+    ],
+)
+def test_a_number_out_of_its_range_is_refused_with_its_place_and_the_range(
+    tmp_path: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_run(_write(tmp_path), [override])
+
+
+def test_the_smallest_tokenizer_that_a_run_may_ask_for_can_be_trained() -> None:
+    smallest = run_from_mapping(nano_run(tokenizer={"vocab_size": 274, "sources": ["text"]})).tokenizer.vocab_size
+    assert train_bpe(["text"], smallest).vocab_size == 274
+    with pytest.raises(ConfigError, match="too small"):
+        train_bpe(["text"], smallest - 1)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "/abs", "..\\x", "-n", ".hidden", "a b", "new\n"])
+def test_a_run_is_named_by_what_can_be_a_folder_of_runs(name: str) -> None:
+    with pytest.raises(ConfigError, match="it becomes a folder"):
+        run_from_mapping(nano_run(name=name))
+
+
+@pytest.mark.parametrize("name", ["nano", "glm-5", "v1.2_b", "实验"])
+def test_the_folder_of_a_run_lies_in_runs(name: str) -> None:
+    assert run_from_mapping(nano_run(name=name)).folder == Path("runs") / name

@@ -16,7 +16,7 @@ import torch
 from sample_checkpoints import NANO, empty_state, random_state
 
 from yunque.core.errors import CheckpointError
-from yunque.weights import SnapshotParts, SnapshotStore
+from yunque.weights import SnapshotParts, SnapshotStore, load_snapshot
 
 
 def parts_of(step: int) -> SnapshotParts:
@@ -38,7 +38,7 @@ def check_whole(store: SnapshotStore) -> int:
     if latest is None:
         return -1
     model = empty_state(NANO)
-    state = store.load(latest, model=model)
+    state = load_snapshot(latest, model=model)
     assert latest.name == f"step-{state.step:08d}"
     assert state.run_toml == f"step = {state.step}"
     assert state.progress["step"] == state.step

@@ -142,6 +142,57 @@ def test_exclusion_names_a_module_and_what_is_under_it():
     assert fmt.quantises("model.layers.0.self_attn.indexer.wq_b.weight")
 
 
+#: The list names it in vain; the role says that it is never FP8; the list leaves it out.
+DISPUTED = [
+    ("model.layers.1.self_attn.o_proj.weight", ("self_attn.o_proj",)),
+    ("model.layers.1.self_attn.indexer.weights_proj.weight", ("self_attn.indexers_proj",)),
+    ("model.layers.1.mlp.experts.3.up_proj.weight", ()),
+]
+
+
+@pytest.mark.parametrize("is_fp8", [True, False], ids=["stored in FP8", "stored in bfloat16"])
+@pytest.mark.parametrize(("name", "excluded"), DISPUTED)
+def test_what_is_stored_decides_where_file_and_exclusion_list_disagree(tmp_path, name, excluded, is_fp8):
+    """ROCm/ATOM#451, sgl-project/sglang-jax#1111: a reader that believed the list took one format for the other."""
+    fmt = Fp8Format(excluded=excluded)
+    tensors = stored_tensors(random_state(NANO, dtype=torch.bfloat16))
+    stored = quantised(tensors, fmt)
+    stored[name], scale = quantise(tensors[name], fmt) if is_fp8 else (tensors[name], None)
+    stored.pop(name + "_scale_inv", None)
+    if scale is not None:
+        stored[name + "_scale_inv"] = scale
+    folder = write_checkpoint(tmp_path / "m", NANO, stored, quantization_config=quantization_config(fmt))
+    state = empty_state(NANO)
+    load_tensors(open_checkpoint(folder), state)
+    loaded, wanted = stored_tensors(state)[name], tensors[name].float()
+    assert torch.equal(loaded, wanted if scale is None else dequantise(stored[name], scale, fmt))
+    assert torch.equal(loaded, wanted) == (not is_fp8)
+
+
+@pytest.mark.parametrize(("name", "excluded"), DISPUTED)
+def test_weight_and_scale_that_disagree_are_refused_whatever_the_list_says(tmp_path, name, excluded):
+    """ROCm/ATOM#451: FP8 bits without their scale, or a scale beside bfloat16, are no weights to be guessed at."""
+    fmt = Fp8Format(excluded=excluded)
+    tensors = stored_tensors(random_state(NANO, dtype=torch.bfloat16))
+    values, scale = quantise(tensors[name], fmt)
+    name_of_scale = name + "_scale_inv"
+    others = {n: t for n, t in quantised(tensors, fmt).items() if n not in (name, name_of_scale)}
+    for number, (disputed, message) in enumerate(
+        [
+            ({name: values}, f"FP8 without a scale: 1 ({name}: expected {name_of_scale!r})"),
+            ({name: tensors[name], name_of_scale: scale}, f"unexpected: 1 ({name_of_scale})"),
+        ]
+    ):
+        folder = write_checkpoint(
+            tmp_path / str(number), NANO, others | disputed, quantization_config=quantization_config(fmt)
+        )
+        state = empty_state(NANO)
+        with pytest.raises(CheckpointError) as caught:
+            load_tensors(open_checkpoint(folder), state)
+        assert message in str(caught.value)
+        assert all(tensor.isnan().all() for tensor in state.values()), "something was read before the refusal"
+
+
 @pytest.mark.parametrize("suffix", [".weight_scale", ".scale", ".scale_inv"])
 def test_scale_under_another_name_is_refused_with_that_name(tmp_path, suffix):
     """vllm-project/vllm#54556: quantisers call the scale _scale or _scale_inv, and mean different things."""

@@ -11,6 +11,8 @@ from sample_checkpoints import SHARED, random_state, same_bits
 
 from yunque.weights import load_model, save_model
 
+pytestmark = pytest.mark.xdist_group("transformers")
+
 WITHOUT_MTP = replace(SHARED, num_nextn_predict_layers=0)
 
 

@@ -8,17 +8,23 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from yunque.cli.process import tune
 from yunque.core.errors import ConfigError
+from yunque.core.logging import get_logger
+from yunque.text.formats import ChatFormat
 
 if TYPE_CHECKING:
     from yunque.core.records import Message, ToolSpec
     from yunque.model.generate import Sampling
     from yunque.model.transformer import Transformer
     from yunque.text import Renderer, Tokenizer
+
+CHAT_FORMATS = tuple(str(chat_format) for chat_format in ChatFormat)
+_log = get_logger(__name__)
 
 
 def add_commands(commands: Any) -> None:
@@ -35,6 +41,9 @@ def add_commands(commands: Any) -> None:
     parser.add_argument("prompt", help="text; - reads standard input")
     parser.add_argument("--chat", action="store_true", help="the prompt is a user's message, in the chat format")
     parser.add_argument("--tools", type=Path, metavar="FILE", help="JSON list of tools in OpenAI's shape")
+    parser.add_argument(
+        "--chat-format", choices=CHAT_FORMATS, help="how messages are written (with --chat); default: the checkpoint's"
+    )
     parser.add_argument("--system", metavar="TEXT", help="a system message (with --chat)")
     parser.add_argument("--no-think", action="store_true", help="ask for a reply without reasoning (with --chat)")
     parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="default %(default)s")
@@ -56,8 +65,10 @@ def run_generate(args: argparse.Namespace) -> int:
         prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     except UnicodeDecodeError as error:
         raise ConfigError(f"standard input is not {error.encoding} at byte {error.start}") from error
-    if not args.chat and (args.tools or args.system or args.no_think):
-        raise ConfigError("--tools, --system and --no-think need --chat: a plain completion has no messages")
+    if not args.chat and (args.tools or args.system or args.no_think or args.chat_format):
+        raise ConfigError(
+            "--tools, --system, --no-think and --chat-format need --chat: a plain completion has no messages"
+        )
     try:
         sampling = Sampling(args.temperature, args.top_p, args.max_new_tokens)
     except ValueError as error:
@@ -65,7 +76,7 @@ def run_generate(args: argparse.Namespace) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a model may write what the terminal cannot show
     tools = _read_tools(args.tools)
-    writer = Writer.load(args.checkpoint, dtype=args.dtype, device=args.device)
+    writer = Writer.load(args.checkpoint, dtype=args.dtype, device=args.device, chat_format=args.chat_format)
     if args.chat:
         messages = [Message(role="system", content=args.system)] if args.system else []
         messages.append(Message(role="user", content=prompt))
@@ -89,34 +100,57 @@ def _read_tools(path: Path | None) -> list[ToolSpec]:
     return [ToolSpec.from_openai(tool) for tool in data]
 
 
+def _format_in(folder: Path) -> str:
+    """The chat format of the folder's template; where that is none of ours, the first one, with a warning."""
+    from yunque.text.chat_template import CHAT_TEMPLATE_FILE, format_of
+
+    template = folder / CHAT_TEMPLATE_FILE
+    found = format_of(template.read_text("utf-8", errors="replace")) if template.exists() else None
+    if found is not None:
+        return found
+    fault = "is none of Yunque's four" if template.exists() else "does not exist"
+    _log.warning(
+        "%s %s: messages are written as in %s; choose with --chat-format (%s)",
+        *(template, fault, CHAT_FORMATS[0], ", ".join(CHAT_FORMATS)),
+    )
+    return CHAT_FORMATS[0]
+
+
 @dataclass(frozen=True)
 class Writer:
-    """A model with its tokenizer and chat format."""
+    """A model with its tokenizer, and the folder and format that its conversations are written by."""
 
     model: Transformer
     tokenizer: Tokenizer
-    renderer: Renderer
+    folder: Path
+    chat_format: str | None
 
     @classmethod
-    def load(cls, path: str | Path, *, dtype: str | None = None, device: str = "auto") -> Writer:
-        """Load all three from a checkpoint folder, a snapshot or a run's snapshots.
+    def load(
+        cls, path: str | Path, *, dtype: str | None = None, device: str = "auto", chat_format: str | None = None
+    ) -> Writer:
+        """Load model and tokenizer from a checkpoint folder, a snapshot or a run's snapshots.
 
-        Raises ``CheckpointError`` or ``ConfigError`` when a part is missing.
+        ``chat_format`` stands in for the one of the folder's template. Raises ``CheckpointError`` or
+        ``ConfigError`` when a part is missing.
         """
         import torch
 
         from yunque.ops.device import pick_device
-        from yunque.text import Renderer, Tokenizer, format_of
-        from yunque.text.chat_template import CHAT_TEMPLATE_FILE
+        from yunque.text import Tokenizer
         from yunque.weights import find_checkpoint, load_model
 
         folder = find_checkpoint(path)
         wanted = None if dtype is None else getattr(torch, dtype)
-        model = load_model(folder, dtype=wanted, device=pick_device(device)).eval()
-        tokenizer = Tokenizer.load(folder)
-        template = folder / CHAT_TEMPLATE_FILE
-        chat_format = format_of(template.read_text("utf-8", errors="replace")) if template.exists() else None
-        return cls(model, tokenizer, Renderer(tokenizer, chat_format or "glm-5"))
+        model = load_model(folder, dtype=wanted, device=pick_device(device)).eval().join_projections()
+        return cls(model, Tokenizer.load(folder), folder, chat_format)
+
+    @cached_property
+    def renderer(self) -> Renderer:
+        """Writes conversations; a template that is none of ours is taken for GLM-5's, with a warning."""
+        from yunque.text import Renderer
+
+        return Renderer(self.tokenizer, self.chat_format or _format_in(self.folder))
 
     def complete(self, prompt: str, sampling: Sampling, *, seed: int) -> Iterator[str]:
         """Text after ``prompt``, piece by piece; ends at an end token."""

@@ -38,5 +38,11 @@ def make_console() -> Console:
     """Standard output for tables and progress: a terminal's own width, ``COLUMNS``, or 110 in a file or pipe."""
     from rich.console import Console
 
+    class Output(Console):
+        """Leaves a closed pipe to ``main``, where rich would end the process as if by a mistake."""
+
+        def on_broken_pipe(self) -> None:
+            raise
+
     is_free = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if is_free else 110)
+    return Output(width=None if is_free else 110)

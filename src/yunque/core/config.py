@@ -1,4 +1,4 @@
-"""One TOML file to one frozen dataclass and back; unknown keys are refused with the nearest valid name.
+"""The tables of a TOML file to one frozen dataclass and back; unknown keys are refused with the nearest valid name.
 
 A configuration is a frozen standard-library dataclass. Its fields are scalars, paths, literals, enums,
 tuples, ``dict[str, X]``, ``X | None``, other such dataclasses, or unions of dataclasses told apart by a
@@ -22,12 +22,11 @@ import dataclasses
 import enum
 import functools
 import json
-import os
 import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, Literal, TypeVar
 
 import tomli_w
@@ -37,25 +36,6 @@ from yunque.core.errors import ConfigError, unknown
 
 T = TypeVar("T")
 _ABSENT: Any = object()
-
-
-def load_toml(cls: type[T], path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> T:
-    """Read a run from a TOML file, with ``key.path=value`` overrides laid over it before it is validated.
-
-    Raises ConfigError, with the file's name in front, for anything that cannot be used as ``cls``.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        data = tomllib.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"{path}: not TOML: {error}") from error
-    try:
-        return from_mapping(cls, with_overrides(data, overrides))
-    except ConfigError as error:
-        source = f"{path} with {' '.join(overrides)}" if overrides else f"{path}"
-        raise ConfigError(f"{source}: {error}") from error
 
 
 def from_mapping(cls: type[T], data: Mapping[str, Any], *, where: str = "") -> T:
@@ -75,7 +55,7 @@ def to_mapping(obj: Any) -> dict[str, Any]:
 
 
 def to_toml(obj: Any) -> str:
-    """A configuration as the text of a TOML file that `load_toml` reads back to an equal object."""
+    """A configuration as the text of a TOML file; `from_mapping` of its tables gives an equal object back."""
     return tomli_w.dumps(to_mapping(obj))
 
 

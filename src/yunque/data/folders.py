@@ -54,6 +54,11 @@ def find_files(path: str, extensions: tuple[str, ...], log: ReadLog) -> list[Fou
     return sorted(found, key=lambda file: file.name.split("/"))
 
 
+def place_exists(path: str) -> bool:
+    """Whether there is anywhere to look for the files that ``path`` names; nothing is listed or read."""
+    return _split_glob(path)[0].exists()
+
+
 def _walk(root: Path, log: ReadLog) -> Iterator[tuple[str, str]]:
     """(name, path) of every visible entry below ``root`` that is not a folder."""
     entered: set[tuple[int, int]] = set()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from yunque.core.checks import at_least, share_below_one
 from yunque.core.errors import ConfigError, DataError, unknown
 from yunque.core.logging import get_logger
 from yunque.core.seeds import Seeds
@@ -40,8 +41,8 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not self.sources:
             raise ConfigError("sources is empty; the simplest is sources.python = {kind = 'builtin'}")
-        if not 0 <= self.held_out_share < 1:
-            raise ConfigError(f"held_out_share {self.held_out_share} is not a share below 1")
+        share_below_one(held_out_share=self.held_out_share)
+        at_least(0, held_out_batches=self.held_out_batches)
         for phase in self.mixture.phases:
             for name in phase.weights:
                 if name not in self.sources:

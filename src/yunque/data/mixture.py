@@ -7,6 +7,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from yunque.core.checks import at_least
 from yunque.core.errors import ConfigError, DataError, unknown
 from yunque.core.seeds import Seeds
 from yunque.data.packing import Piece
@@ -23,9 +24,7 @@ class Phase:
     until_tokens: int = 0
 
     def __post_init__(self) -> None:
-        bad = {name: weight for name, weight in self.weights.items() if not 0 <= weight < float("inf")}
-        if bad:
-            raise ConfigError(f"weights {bad}: a weight is a finite number, 0 or more")
+        at_least(0, **{f"weights.{name}": weight for name, weight in self.weights.items()})
         if self.weights and not any(self.weights.values()):
             raise ConfigError("all weights are 0: nothing would be read")
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
+from yunque.core.checks import at_least
 from yunque.core.errors import ConfigError
 
 
@@ -26,8 +27,7 @@ class PackingConfig:
             raise ConfigError(
                 f"tokens_per_batch {self.tokens_per_batch} is below sequence_length {self.sequence_length}"
             )
-        if self.buffer_documents < 1:
-            raise ConfigError(f"buffer_documents {self.buffer_documents}; at least 1")
+        at_least(1, buffer_documents=self.buffer_documents)
 
 
 class Piece(NamedTuple):

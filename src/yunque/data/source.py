@@ -4,6 +4,7 @@ import codecs
 from dataclasses import dataclass
 from typing import Literal
 
+from yunque.core.checks import at_least
 from yunque.data.report import OnBad
 
 ThinkingMode = Literal["interleaved", "preserved", "off"]
@@ -23,8 +24,7 @@ class SourceConfig:
     on_bad: OnBad = "report"
 
     def __post_init__(self) -> None:
-        if self.max_epochs < 0:
-            raise ValueError(f"max_epochs {self.max_epochs} is negative; 0 means without end")
+        at_least(0, max_epochs=self.max_epochs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +41,7 @@ class FileSource(SourceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_chars < 1:
-            raise ValueError(f"max_chars {self.max_chars}; at least 1")
+        at_least(1, max_chars=self.max_chars)
 
 
 @dataclass(frozen=True, kw_only=True)

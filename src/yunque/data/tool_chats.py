@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from yunque.core.checks import at_least, share
 from yunque.core.seeds import Seeds
 from yunque.data.documents import Split, split_of
 from yunque.data.source import ChatSource
@@ -84,13 +85,11 @@ class ToolChatSource(ChatSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        at_least(0, num_train=self.num_train, num_held_out=self.num_held_out)
         if not 2 <= self.tools_shown <= len(_TOOLS):
             raise ValueError(f"tools_shown {self.tools_shown}; valid: 2 to {len(_TOOLS)}")
-        if self.max_questions < 1:
-            raise ValueError(f"max_questions is {self.max_questions}; it must be at least 1")
-        for name in ("no_tool_share", "reasoning_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} {getattr(self, name)} is not a share between 0 and 1")
+        at_least(1, max_questions=self.max_questions)
+        share(no_tool_share=self.no_tool_share, reasoning_share=self.reasoning_share)
 
 
 @dataclass(frozen=True)

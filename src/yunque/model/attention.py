@@ -11,11 +11,13 @@ from yunque.model.config import ModelConfig
 from yunque.model.forward import Step
 from yunque.model.indexer import Indexer, IndexQuery
 from yunque.model.layers import Linear, RMSNorm
+from yunque.model.projection import JoinedProjection, Projected
 from yunque.ops.blockwise.expanded_attention import attend_expanded
 from yunque.ops.blockwise.index_kl import index_kl
 from yunque.ops.blockwise.invariant_attention import attend_invariant, select_invariant
 from yunque.ops.blockwise.latent_attention import attend_latent
 from yunque.ops.blockwise.selection import select
+from yunque.ops.paged_rows import Rows, first_rows, require_plain
 from yunque.ops.reference.index_kl import AttentionTarget
 from yunque.ops.rotary import rotate
 from yunque.ops.rows import pad_rows, per_head
@@ -62,68 +64,80 @@ class Attention(nn.Module):
         self.o_proj = Linear(H * config.v_head_dim, D, invariant=invariant)
         self.indexer = Indexer(config, invariant=invariant) if config.has_indexer(layer) else None
         self.scale = config.qk_head_dim**-0.5
+        self._joined: JoinedProjection | None = None
+
+    def join(self) -> None:
+        """Lay the weights that read one input side by side; see ``JoinedProjection``."""
+        self._joined = None if self.invariant else JoinedProjection(self)
 
     def forward(self, x_TD: Tensor, step: Step, below: Selection | None, *, reuse: bool = False) -> AttentionOutput:
         """``x_TD`` is the normed input, ``below`` the selection of the nearest full layer below: shared layers use
         it, and with ``reuse`` (later MTP steps) so does a layer that owns an indexer."""
         mode, visibility = step.mode, step.view.visibility
-        latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
-        q_THE, rows_TR = self._project(x_TD, latent_TQ, step)
-        pool_PR = step.view.write(self.layer, "latent", rows_TR)
+        is_sparse = mode.attention == "sparse"
+        has_loss = mode.index_loss_T is not None
+        scores = is_sparse and (visibility.max_visible > self.config.index_topk or mode.always_score)
+        with_keys = self.indexer is not None and (is_sparse or has_loss)
+        with_query = with_keys and not reuse and (scores or has_loss)
+        projected = self._project(x_TD, step, with_keys=with_keys, with_query=with_query)
+        pool_PR = step.view.write(self.layer, "latent", projected.rows_TR)
         selection, loss = below, None
-        if self.indexer is not None and (mode.attention == "sparse" or mode.index_loss_T is not None):
-            with torch.set_grad_enabled(mode.index_loss_T is not None and step.index_grad):
-                keys_Td = self.indexer.keys(x_TD, step.phase_TF)[: step.num_tokens]
-                keys_Pd = step.view.write(self.layer, "index", keys_Td)
-                if not reuse:
-                    selection, loss = self._index(x_TD, latent_TQ, keys_Pd, q_THE, pool_PR, step)
-        if mode.attention == "sparse":
+        if projected.index_keys_Td is not None:
+            keys_Pd = step.view.write(self.layer, "index", projected.index_keys_Td)
+            if not reuse:
+                query = projected.index_query
+                selection = self._select(query, keys_Pd, step) if scores and query is not None else None
+                if has_loss:
+                    loss = self._index_loss(projected, keys_Pd, pool_PR, selection, step)
+        if is_sparse:
             selection = mode.imposed_selection(self.layer) or selection
-        out_THV = self._attend(q_THE, pool_PR, visibility, selection)
-        out_TX = out_THV.flatten(1)
+        out_TX = self._attend(projected, pool_PR, visibility, selection).flatten(1)
         return AttentionOutput(self.o_proj(pad_rows(out_TX) if self.invariant else out_TX), selection, loss)
 
-    def _project(self, x_TD: Tensor, latent_TQ: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Queries [T, H, E] and cached rows [T, R], rotated in one go."""
-        config = self.config
+    def _project(self, x_TD: Tensor, step: Step, *, with_keys: bool, with_query: bool) -> Projected:
+        """Queries, rows to cache and the indexer's part of the ``num_tokens`` rows of the step."""
+        joined = self._joined
+        if joined is not None and joined.is_current and not torch.is_grad_enabled():
+            return joined(x_TD, step.phase_TF, with_keys=with_keys, with_query=with_query)
+        config, phase_TF = self.config, step.phase_TF
         heads, rope = config.num_attention_heads, config.qk_rope_head_dim
+        latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
         q_THE = self.q_b_proj(latent_TQ).view(x_TD.shape[0], heads, config.qk_head_dim)
         q_nope, q_rope = q_THE.split_with_sizes((config.qk_nope_head_dim, rope), dim=-1)
         latent, k_rope = self.kv_a_proj_with_mqa(x_TD).split_with_sizes((config.kv_lora_rank, rope), dim=-1)
         both = torch.cat((q_rope, k_rope[:, None]), dim=1)
-        q_turned, k_turned = rotate(both, step.phase_TF, interleaved=config.rope_interleave).split_with_sizes(
+        q_turned, k_turned = rotate(both, phase_TF, interleaved=config.rope_interleave).split_with_sizes(
             (heads, 1), dim=1
         )
-        q_THE = torch.cat((q_nope, q_turned), dim=-1)
         rows_TR = torch.cat((self.kv_a_layernorm(latent), k_turned[:, 0]), dim=-1)
-        return q_THE[: step.num_tokens], rows_TR[: step.num_tokens]
+        keys_Td, query = None, None
+        if self.indexer is not None and with_keys:
+            with torch.set_grad_enabled(step.mode.index_loss_T is not None and step.index_grad):
+                keys_Td = self.indexer.keys(x_TD, phase_TF)
+                query = self.indexer.queries(x_TD, latent_TQ, phase_TF) if with_query else None
+        return Projected(q_nope, q_turned, rows_TR, keys_Td, query).first(step.num_tokens)
 
-    def _index(
-        self, x_TD: Tensor, latent_TQ: Tensor, keys_Pd: Tensor, q_THE: Tensor, pool_PR: Tensor, step: Step
-    ) -> tuple[Selection | None, Tensor | None]:
-        """The indexer's choice (``None``: every query keeps all it sees, or attention is dense) and its KL loss."""
-        assert self.indexer is not None
-        mode, visibility, topk = step.mode, step.view.visibility, self.config.index_topk
-        scores = mode.attention == "sparse" and (visibility.max_visible > topk or mode.always_score)
-        if not scores and mode.index_loss_T is None:
-            return None, None
-        query = self.indexer.queries(x_TD, latent_TQ, step.phase_TF).first(step.num_tokens)
-        selection = self._select(query, keys_Pd, step) if scores else None
-        if mode.index_loss_T is None:
-            return selection, None
-        target = AttentionTarget(self._absorb(q_THE, self._kv_up()[0]).detach(), pool_PR.detach(), self.scale)
-        loss = index_kl(
-            query.q_TJd,
-            keys_Pd,
-            query.w_TJ,
-            [target],
-            visibility,
-            weights_T=mode.index_loss_T,
-            selection=selection,
-        )
-        return selection, loss.sum
+    def _index_loss(
+        self, projected: Projected, keys_Pd: Rows, pool_PR: Rows, selection: Selection | None, step: Step
+    ) -> Tensor:
+        """The indexer's KL loss to the head-summed attention."""
+        query, weights_T = projected.index_query, step.mode.index_loss_T
+        assert query is not None
+        assert weights_T is not None
+        folded_THR = self._absorb(projected, self._kv_up()[0])
+        target = AttentionTarget(folded_THR.detach(), require_plain(pool_PR).detach(), self.scale)
+        with torch.set_grad_enabled(step.index_grad):
+            return index_kl(
+                query.q_TJd,
+                require_plain(keys_Pd),
+                query.w_TJ,
+                [target],
+                step.view.visibility,
+                weights_T=weights_T,
+                selection=selection,
+            ).sum
 
-    def _select(self, query: IndexQuery, keys_Pd: Tensor, step: Step) -> Selection:
+    def _select(self, query: IndexQuery, keys_Pd: Rows, step: Step) -> Selection:
         visibility, topk = step.view.visibility, self.config.index_topk
         if self.invariant:
             return select_invariant(query.q_TJd, keys_Pd, query.w_TJ, visibility, topk)
@@ -137,19 +151,21 @@ class Attention(nn.Module):
         key_HNC, value_HVC = weight.split_with_sizes(rows, dim=1)
         return key_HNC, value_HVC
 
-    def _absorb(self, q_THE: Tensor, key_HNC: Tensor) -> Tensor:
+    def _absorb(self, projected: Projected, key_HNC: Tensor) -> Tensor:
         """Queries against latent rows: [q_nope W_k | q_rope], [T, H, R]."""
-        nope = self.config.qk_nope_head_dim
-        folded = per_head(q_THE[..., :nope], key_HNC, invariant=self.invariant)
-        return torch.cat((folded, q_THE[..., nope:]), dim=-1)
+        folded_THC = per_head(projected.nope_THN, key_HNC, invariant=self.invariant)
+        return torch.cat((folded_THC, projected.rope_THF), dim=-1)
 
-    def _attend(self, q_THE: Tensor, pool_PR: Tensor, visibility: Visibility, selection: Selection | None) -> Tensor:
+    def _attend(
+        self, projected: Projected, pool_PR: Rows, visibility: Visibility, selection: Selection | None
+    ) -> Tensor:
         """Attention output per head [T, H, V] by the form that needs fewer operations."""
-        if self.invariant or self._latent_is_cheaper(q_THE.shape[0], visibility, selection is not None):
+        num_queries = projected.rows_TR.shape[0]
+        if self.invariant or self._latent_is_cheaper(num_queries, visibility, selection is not None):
             attend = attend_invariant if self.invariant else attend_latent
             key_HNC, value_HVC = self._kv_up()
             out_THC = attend(
-                self._absorb(q_THE, key_HNC),
+                self._absorb(projected, key_HNC),
                 pool_PR,
                 visibility,
                 scale=self.scale,
@@ -157,13 +173,13 @@ class Attention(nn.Module):
                 selection=selection,
             )
             return per_head(out_THC, value_HVC.transpose(1, 2), invariant=self.invariant)
-        k_PHE, v_PHV = self._expand(pool_PR, visibility)
+        q_THE = torch.cat((projected.nope_THN, projected.rope_THF), dim=-1)
+        k_PHE, v_PHV = self._expand(first_rows(pool_PR, visibility.num_rows))
         return attend_expanded(q_THE, k_PHE, v_PHV, visibility, scale=self.scale, selection=selection)
 
-    def _expand(self, pool_PR: Tensor, visibility: Visibility) -> tuple[Tensor, Tensor]:
-        """Keys [P, H, E] and values [P, H, V] per head, for the pool rows up to the last one that anybody sees."""
+    def _expand(self, pool_PR: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [P, H, E] and values [P, H, V] per head of latent rows."""
         config = self.config
-        pool_PR = pool_PR[: visibility.num_rows]
         latent, rope = pool_PR.split((config.kv_lora_rank, config.qk_rope_head_dim), dim=-1)
         heads = self.kv_b_proj(latent).unflatten(-1, (config.num_attention_heads, -1))
         nope, value_PHV = heads.split((config.qk_nope_head_dim, config.v_head_dim), dim=-1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from yunque.model.batch import PackedBatch
 from yunque.model.config import ModelConfig
+from yunque.ops.paged_rows import Rows
 from yunque.ops.visibility import Block, Visibility
 
 # Shapes: T tokens of this step, P pool rows, R row width, S sequences.
@@ -29,7 +30,7 @@ class CacheView(Protocol):
     @property
     def visibility(self) -> Visibility: ...
 
-    def write(self, layer: int, name: str, rows_TR: Tensor) -> Tensor:
+    def write(self, layer: int, name: str, rows_TR: Tensor) -> Rows:
         """Store this step's rows of ``name`` ("latent" or "index") and return the pool [P, R] that holds them."""
         ...
 

@@ -58,16 +58,21 @@ class Indexer(nn.Module):
         self.wk = Linear(config.hidden_size, width, invariant=invariant)
         self.k_norm = KeyNorm(width)
         self.weights_proj = Linear(config.hidden_size, heads, invariant=invariant)
+        self.weight_scale = heads**-0.5 * width**-0.5
 
     def queries(self, x_TD: Tensor, latent_TQ: Tensor, phase_TF: Tensor) -> IndexQuery:
         """Index queries from the normed query latent, head weights from the layer's normed input."""
         config = self.config
         heads, width = config.index_n_heads, config.index_head_dim
         q_TJd = self._rotate_first(self.wq_b(latent_TQ.detach()).view(x_TD.shape[0], heads, width), phase_TF)
-        # The product itself is fp32: rounding it to bf16 flips near-ties between keys.
+        return IndexQuery(q_TJd, self.head_weights(x_TD.detach()))
+
+    def head_weights(self, x_TD: Tensor) -> Tensor:
+        """Weights of the index heads [T, J]. The product itself is fp32: rounding it to bf16 flips near-ties
+        between keys."""
         wide = torch.promote_types(x_TD.dtype, torch.float32)
-        w_TJ = linear(x_TD.detach().to(wide), self.weights_proj.weight.to(wide), invariant=self.invariant)
-        return IndexQuery(q_TJd, w_TJ * (heads**-0.5 * width**-0.5))
+        w_TJ = linear(x_TD.to(wide), self.weights_proj.weight.to(wide), invariant=self.invariant)
+        return w_TJ * self.weight_scale
 
     def keys(self, x_TD: Tensor, phase_TF: Tensor) -> Tensor:
         """Rotated, normed index keys [T, d] from the layer's normed input."""

@@ -21,6 +21,26 @@ class Linear(nn.Module):
         return linear(x, self.weight, invariant=self.invariant)
 
 
+class JoinedWeights:
+    """The weights of several linear maps of one input, side by side in one tensor [sum of out, in].
+
+    The maps' parameters become views of it, so that one product serves all of them and training or loading goes on
+    in place. Whatever gives a parameter new storage (a cast, a copy of the model) undoes this; ``of`` says so.
+    """
+
+    def __init__(self, *maps: Linear) -> None:
+        self._maps = maps
+        self.sizes = tuple(m.weight.shape[0] for m in maps)
+        self.weight = torch.cat([m.weight.detach() for m in maps])
+        for linear_map, part in zip(maps, self.weight.split_with_sizes(self.sizes), strict=True):
+            linear_map.weight.data = part
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters still are views of ``weight``."""
+        return self._maps[0].weight.data_ptr() == self.weight.data_ptr()
+
+
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, computed in fp32 (Zhang and Sennrich 2019, eq. 4)."""
 
@@ -41,6 +61,15 @@ class GatedMLP(nn.Module):
         self.gate_proj = Linear(hidden, width, invariant=invariant)
         self.up_proj = Linear(hidden, width, invariant=invariant)
         self.down_proj = Linear(width, hidden, invariant=invariant)
+        self._joined: JoinedWeights | None = None
+
+    def join(self) -> None:
+        """Lay the weights that read the input side by side; see ``JoinedWeights``."""
+        self._joined = JoinedWeights(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor) -> Tensor:
+        joined = self._joined
+        if joined is not None and joined.is_current and not torch.is_grad_enabled():
+            gate, up = F.linear(x, joined.weight).chunk(2, dim=-1)
+            return F.linear(F.silu(gate) * up, self.down_proj.weight)
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from yunque.model.attention import Attention
 from yunque.model.block import DecoderLayer, MTPLayer
 from yunque.model.cache import CacheView
 from yunque.model.config import ModelConfig
 from yunque.model.forward import ForwardMode, ForwardOutput, LayerOutput, SideLosses, Step, Trace
-from yunque.model.layers import Linear, RMSNorm
+from yunque.model.layers import GatedMLP, Linear, RMSNorm
 from yunque.ops.rotary import rotary_phases
 from yunque.ops.rows import pad_rows
 from yunque.ops.visibility import Selection
@@ -101,6 +102,18 @@ class Transformer(nn.Module):
             out = _run(layer, x_TD, step, previous.selection if reuse else None, reuse=reuse)
             hidden_TD = layer.shared_head["norm"](out.hidden_TD)[: step.num_tokens]
         return MTPState(hidden_TD, out.selection, previous.step + 1), out
+
+    def join_projections(self) -> Transformer:
+        """Lay weights that read one input side by side, so that inference makes fewer and larger products.
+
+        Values, names and training do not change; do it once the weights are on their device in their type. A
+        batch-invariant model keeps its separate products. Returns the model itself.
+        """
+        if not self.batch_invariant:
+            for module in self.modules():
+                if isinstance(module, Attention | GatedMLP):
+                    module.join()
+        return self
 
     def logits(self, hidden_TD: Tensor) -> Tensor:
         """Next-token logits fp32 [T, V] (or wider) of final hidden states."""

@@ -9,7 +9,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from yunque.ops.paged_rows import PagedRows, Rows
+
 # Shapes: T queries, P pool rows, K kept keys; n sequences, q queries and k keys of each.
+
+
+#: Tiles of so few queries a sequence keep their mask for all layers: memory stays linear in the keys.
+KEPT_MASK_QUERIES = 8
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,19 @@ class Block:
         """The block's query rows of a tensor of leading size T, as a view [n, q, ...]."""
         return _rows(rows_T, self.query_start, self.query_stride, self.num_sequences, self.num_queries)
 
-    def keys(self, pool_P: Tensor) -> Tensor:
-        """The block's pool rows of a tensor of leading size P, as a view [n, k, ...]."""
-        return _rows(pool_P, self.key_start, self.key_stride, self.num_sequences, self.num_keys)
+    def keys(self, pool_P: Rows) -> Tensor:
+        """The block's pool rows [n, k, ...]: a view of a tensor of leading size P, a copy of paged rows."""
+        return _pool_rows(pool_P, self.key_start, self.key_stride, self.num_sequences, self.num_keys)
 
     def key_offsets(self, device: torch.device) -> Tensor:
         """First pool row of each sequence, int64 [n, 1]."""
         return (self.key_start + self.key_stride * torch.arange(self.num_sequences, device=device))[:, None]
+
+
+def _pool_rows(pool: Rows, start: int, stride: int, count: int, length: int) -> Tensor:
+    if isinstance(pool, PagedRows):
+        return pool.spans(start, stride, count, length)
+    return _rows(pool, start, stride, count, length)
 
 
 def _rows(rows: Tensor, start: int, stride: int, count: int, length: int) -> Tensor:
@@ -77,11 +89,11 @@ class Tile:
         start = block.query_start + self.n0 * block.query_stride + self.q0
         return _rows(rows_T, start, block.query_stride, self.n1 - self.n0, self.q1 - self.q0)
 
-    def keys(self, pool_P: Tensor) -> Tensor:
-        """View [n, num_keys, ...] of the pool rows that the tile looks at."""
+    def keys(self, pool_P: Rows) -> Tensor:
+        """[n, num_keys, ...], the pool rows that the tile looks at: a view of a tensor, a copy of paged rows."""
         block = self.block
         start = block.key_start + self.n0 * block.key_stride
-        return _rows(pool_P, start, block.key_stride, self.n1 - self.n0, self.num_keys)
+        return _pool_rows(pool_P, start, block.key_stride, self.n1 - self.n0, self.num_keys)
 
     @cached_property
     def bounds(self) -> tuple[Tensor, Tensor]:
@@ -101,7 +113,16 @@ class Tile:
         return self.block.causal and self.q1 - self.q0 == 1
 
     def visible(self) -> Tensor:
-        """Bool [n, q, num_keys]: whether the query may see the key."""
+        """Bool [n, q, num_keys]: whether the query may see the key. The small ones of decode are kept."""
+        if self.q1 - self.q0 > KEPT_MASK_QUERIES:
+            return self._visible()
+        return self._kept_visible
+
+    @cached_property
+    def _kept_visible(self) -> Tensor:
+        return self._visible()
+
+    def _visible(self) -> Tensor:
         first_nq, last_nq = self.bounds
         keys = torch.arange(self.num_keys, device=first_nq.device)
         mask = keys <= last_nq[..., None]
@@ -173,10 +194,11 @@ class Selection:
     """The keys that each query kept.
 
     ``positions_TK`` int32: positions inside the query's own document (pool row minus ``first_T``), ascending,
-    padded with -1 at the end.
+    padded with -1 at the end. ``is_full`` promises that there is no padding; False says nothing.
     """
 
     positions_TK: Tensor
+    is_full: bool = False
 
     def rows(self, first_T: Tensor) -> Tensor:
         """Pool rows int64 [T, K]; padding points at the query's first row and must be masked by ``positions < 0``."""

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from yunque.train.inputs import missing_inputs
 from yunque.train.plan import MemoryEstimate, RunPlan
 from yunque.train.schedule import Decay
 
 
 def show_plan(plan: RunPlan, console: Console) -> None:
-    """Print the resolved run: model, stages, the optimiser's table, memory."""
+    """Print the resolved run: model, stages, the optimiser's table, memory, and what it reads that is not there."""
     run = plan.run
     console.print(
         f"run [bold]{run.name}[/bold] in {run.folder}: seed {run.seed}, {run.dtype} on {run.device}, "
@@ -21,6 +23,8 @@ def show_plan(plan: RunPlan, console: Console) -> None:
     console.print(_stage_table(plan))
     console.print(_role_table(plan))
     console.print(_memory_table(plan))
+    for line in missing_inputs(run):
+        console.print(f"[yellow]not here yet[/yellow]  {escape(line)}", highlight=False)
 
 
 def count(number: float) -> str:

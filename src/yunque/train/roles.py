@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
-from yunque.core.errors import ConfigError
+from yunque.core.checks import above_zero, at_least, share_below_one
 from yunque.model.config import ModelConfig
 from yunque.model.names import Role, TensorSpec
 
@@ -53,14 +53,10 @@ class OptimizerConfig:
     clip_norm: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("momentum", "weight_decay"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; valid: 0 <= {name} < 1")
-        for name in ("newton_schulz_steps", "update_rms", "eps", "clip_norm"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
-        if not all(0 <= beta < 1 for beta in self.betas):
-            raise ConfigError(f"betas are {list(self.betas)}; valid: 0 <= beta < 1")
+        share_below_one(momentum=self.momentum, weight_decay=self.weight_decay)
+        at_least(1, newton_schulz_steps=self.newton_schulz_steps)
+        above_zero(update_rms=self.update_rms, eps=self.eps, clip_norm=self.clip_norm)
+        share_below_one(**{f"betas[{index}]": beta for index, beta in enumerate(self.betas)})
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from math import cos, pi
 from typing import Literal
 
+from yunque.core.checks import above_zero, at_least
 from yunque.core.errors import ConfigError
 
 # --- the curves ---
@@ -55,7 +56,8 @@ class Decay:
     warmup_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _check_rates(self.lr_peak, self.warmup_tokens)
+        above_zero(lr_peak=self.lr_peak)
+        at_least(0, warmup_tokens=self.warmup_tokens)
         if not 0 <= self.lr_end <= self.lr_peak:
             raise ConfigError(f"lr_end is {self.lr_end}; valid: 0 <= lr_end <= lr_peak ({self.lr_peak})")
 
@@ -69,17 +71,11 @@ class Constant:
     warmup_tokens: int = 0
 
     def __post_init__(self) -> None:
-        _check_rates(self.lr_peak, self.warmup_tokens)
+        above_zero(lr_peak=self.lr_peak)
+        at_least(0, warmup_tokens=self.warmup_tokens)
 
 
 Schedule = Decay | Constant
-
-
-def _check_rates(lr_peak: float, warmup_tokens: int) -> None:
-    if not lr_peak > 0:
-        raise ConfigError(f"lr_peak is {lr_peak}; it must be above 0")
-    if warmup_tokens < 0:
-        raise ConfigError(f"warmup_tokens is {warmup_tokens}; it must be 0 or more")
 
 
 def learning_rate(schedule: Schedule, tokens: int, total: int) -> float:
@@ -100,8 +96,7 @@ class BatchRamp:
     over_tokens: int
 
     def __post_init__(self) -> None:
-        if self.start_tokens < 1 or self.over_tokens < 1:
-            raise ConfigError(f"batch ramp from {self.start_tokens} over {self.over_tokens} tokens; both must be >= 1")
+        at_least(1, start_tokens=self.start_tokens, over_tokens=self.over_tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,14 +144,14 @@ def stepwise_value(setting: Stepwise, tokens: int) -> float:
 
 
 def check_stepwise(name: str, setting: Stepwise) -> None:
-    """Raise ``ConfigError`` unless ``setting`` is a number, or changes from 0 on in ascending order; all >=
-    0."""
+    """Raise ``ConfigError`` unless ``setting`` is a finite number of 0 or more, or changes between such numbers
+    from token 0 on in ascending order."""
     changes = setting if isinstance(setting, tuple) else ((0, setting),)
     starts = [start for start, _ in changes]
     if not starts or starts[0] != 0 or any(after <= before for before, after in pairwise(starts)):
         raise ConfigError(f"{name} changes at {starts} tokens; the list must start at 0 and ascend")
-    if any(value < 0 for _, value in changes):
-        raise ConfigError(f"{name} is {[value for _, value in changes]}; it must be 0 or more")
+    for _, value in changes:
+        at_least(0, **{name: value})
 
 
 def change_points(*settings: Stepwise) -> tuple[int, ...]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from yunque.core.checks import at_least, share_below_one
 from yunque.core.config import from_mapping, to_mapping, with_overrides
 from yunque.core.errors import ConfigError, unknown
 from yunque.data.loader import DataConfig
@@ -17,10 +19,13 @@ from yunque.data.source import ChatSource
 from yunque.data.sources import AnySource
 from yunque.model.config import ModelConfig
 from yunque.model.presets import preset
+from yunque.text.special import CONTROL_TOKENS, TAG_TOKENS
 from yunque.train.roles import OptimizerConfig
 from yunque.train.stages import Stage
 from yunque.weights.checkpoint import read_config
 from yunque.weights.models import find_checkpoint
+
+_SMALLEST_VOCABULARY = 256 + len(CONTROL_TOKENS) + len(TAG_TOKENS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +44,16 @@ class TokenizerSettings:
     chat_format: Literal["glm-5", "glm-5.1", "glm-5.2", "glm-5.3"] = "glm-5"
 
     def __post_init__(self) -> None:
+        at_least(1, max_bytes=self.max_bytes)
         if bool(self.path) == bool(self.vocab_size):
             raise ConfigError("give either path (a tokenizer to load) or vocab_size (one to train)")
         if self.vocab_size and not self.sources:
             raise ConfigError("vocab_size asks for a tokenizer to be trained; name the text sources to train it on")
+        if self.vocab_size and self.vocab_size < _SMALLEST_VOCABULARY:
+            raise ConfigError(
+                f"vocab_size is {self.vocab_size}; it must be at least {_SMALLEST_VOCABULARY}: 256 bytes and the GLM "
+                "tokens"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,10 +69,8 @@ class DataSettings:
     cache: str = ""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.held_out_share < 1:
-            raise ConfigError(f"held_out_share {self.held_out_share} is not a share below 1")
-        if self.held_out_batches < 0:
-            raise ConfigError(f"held_out_batches is {self.held_out_batches}; it must be 0 or more")
+        share_below_one(held_out_share=self.held_out_share)
+        at_least(0, held_out_batches=self.held_out_batches)
 
     def for_stage(self, stage: Stage) -> DataConfig:
         """What the stage reads, packed as it says."""
@@ -90,11 +99,9 @@ class HookSettings:
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("evaluate_every_tokens", "snapshot_every_tokens", "snapshot_every_s", "keep_best"):
-            if getattr(self, name) < 0:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be 0 or more")
-        if self.keep_last < 1:
-            raise ConfigError(f"keep_last is {self.keep_last}; it must be at least 1, for a run to go on from")
+        at_least(0, evaluate_every_tokens=self.evaluate_every_tokens, keep_best=self.keep_best)
+        at_least(0, snapshot_every_tokens=self.snapshot_every_tokens, snapshot_every_s=self.snapshot_every_s)
+        at_least(1, keep_last=self.keep_last)  # a run needs one to go on from
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,20 +128,34 @@ class RunConfig:
     hooks: HookSettings = field(default_factory=HookSettings)
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ConfigError(f"threads is {self.threads}; it must be 0 (torch's choice) or more")
+        if not re.fullmatch(r"\w[\w.-]*", self.name):
+            raise ConfigError(
+                f"name is {self.name!r}; it becomes a folder: letters, digits, '_', '-' and '.', but neither "
+                "'-' nor '.' at the start"
+            )
+        at_least(0, threads=self.threads)
         if not self.stage:
             raise ConfigError("a run needs at least one [[stage]]")
-        titles = [stage.title for stage in self.stage]
-        twice = sorted({title for title in titles if titles.count(title) > 1})
-        if twice:
-            raise ConfigError(f"two stages are called {twice[0]!r}; give them different names")
+        _refuse_equal_names([stage.title for stage in self.stage])
+        self._check_vocabulary()
         for stage in self.stage:
             self._check_stage(stage)
         for name in self.tokenizer.sources:
             self._check_source(name, "[tokenizer]")
             if isinstance(self.data.sources[name], ChatSource):
                 raise ConfigError(f"tokenizer.sources: {name!r} holds conversations; name sources of text")
+
+    def _check_vocabulary(self) -> None:
+        model, wanted = self.model, self.tokenizer.vocab_size
+        if model.vocab_size < wanted:
+            raise ConfigError(
+                f"model.vocab_size is {model.vocab_size}, below the {wanted} of tokenizer.vocab_size; make them equal"
+            )
+        padding = () if model.pad_token_id is None else (model.pad_token_id,)
+        for key, ids in (("eos_token_id", model.eos_token_id), ("pad_token_id", padding)):
+            for token_id in ids:
+                if not 0 <= token_id < model.vocab_size:
+                    raise ConfigError(f"model.{key}: {token_id} is no token; valid: 0..{model.vocab_size - 1}")
 
     def _check_stage(self, stage: Stage) -> None:
         place = f"stage {stage.title!r}"
@@ -217,13 +238,21 @@ def _overridden(data: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, 
     stages = data.get("stage", [])
     if not isinstance(stages, list) or not all(isinstance(stage, Mapping) for stage in stages):
         raise ConfigError("stage is no list of tables; write each stage under [[stage]]")
-    by_name = {str(stage.get("name") or stage.get("kind") or index): stage for index, stage in enumerate(stages)}
-    if len(by_name) < len(stages):
-        return with_overrides(data, overrides)  # equal names: RunConfig says which
+    names = [str(stage.get("name") or stage.get("kind") or index) for index, stage in enumerate(stages)]
+    _refuse_equal_names(names)
+    by_name = dict(zip(names, stages, strict=True))
     spelled = [one for override in overrides for one in _per_stage(override, by_name)]
     result = with_overrides({**data, "stage": by_name}, spelled)
     named = result["stage"]
     return result | {"stage": list(named.values()) if isinstance(named, dict) else named}
+
+
+def _refuse_equal_names(names: Sequence[str]) -> None:
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(
+            f"two stages are called {twice[0]!r}; give each a name of its own: name = ... under [[stage]]"
+        )
 
 
 def _per_stage(override: str, stages: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from yunque.core.checks import above_zero, at_least
 from yunque.core.errors import ConfigError
 from yunque.data.mixture import MixtureConfig
 from yunque.data.packing import PackingConfig
@@ -48,9 +49,11 @@ class StageSettings(ABC):
     checkpoint_activations: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "sequence_length", "tokens_per_step", "microbatches", "loss_chunk"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        at_least(1, tokens=self.tokens, tokens_per_step=self.tokens_per_step, microbatches=self.microbatches)
+        at_least(1, packing_buffer=self.packing_buffer, loss_chunk=self.loss_chunk)
+        at_least(2, sequence_length=self.sequence_length)  # one token leaves nothing to predict
+        if self.rope_theta is not None:
+            above_zero(rope_theta=self.rope_theta)
         if not re.fullmatch(r"[A-Za-z0-9_-]*", self.name):
             raise ConfigError(f"name is {self.name!r}; it becomes a folder: letters, digits, '_' and '-' only")
         if not self.sources:
@@ -148,7 +151,7 @@ class LanguageStage(StageSettings):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_stepwise("mtp_weight", self.mtp_weight)
-        check_stepwise("balance_weight", self.balance_weight)
+        at_least(0, balance_weight=self.balance_weight)
         check_stepwise("router_bias_rate", self.router_bias_rate)
         if self.mtp_steps < 1:
             raise ConfigError(
@@ -221,7 +224,7 @@ class SparseStage(LanguageStage):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_stepwise("index_kl_weight", self.index_kl_weight)
+        at_least(0, index_kl_weight=self.index_kl_weight)
 
     @property
     def attends(self) -> Attention:

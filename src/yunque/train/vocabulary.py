@@ -38,7 +38,7 @@ class TextSide:
     def fitted(self, model: ModelConfig) -> ModelConfig:
         """``model`` with the tokenizer's end and padding ids where it names none.
 
-        Raises ``ConfigError`` for a model whose vocabulary is smaller, or that names ids outside it.
+        Raises ``ConfigError`` for a model whose vocabulary is smaller.
         """
         if model.vocab_size < self.tokenizer.vocab_size:
             raise ConfigError(

@@ -79,19 +79,15 @@ class Manifest:
 class SnapshotStore:
     """The snapshots of one run, as ``step-00000100`` folders under ``folder``.
 
-    After every save, the ``keep_last`` latest stay and the ``keep_best`` with the best metric (the lowest, or
-    the highest with ``higher_is_better``).
+    After every save, the ``keep_last`` latest stay and the ``keep_best`` with the best (lowest) metric.
     """
 
-    def __init__(
-        self, folder: Path | str, *, keep_last: int = 2, keep_best: int = 1, higher_is_better: bool = False
-    ) -> None:
+    def __init__(self, folder: Path | str, *, keep_last: int = 2, keep_best: int = 1) -> None:
         if keep_last < 1 or keep_best < 0:
             raise ConfigError(f"keep_last is {keep_last} and keep_best {keep_best}; at least 1 and 0 are needed")
         self.folder = Path(folder).absolute()
         self.keep_last = keep_last
         self.keep_best = keep_best
-        self.higher_is_better = higher_is_better
 
     def save(self, step: int, parts: SnapshotParts, *, metric: float | None = None) -> Path:
         """Write a snapshot and return its folder; it is on disk, checksummed and in place, or there is none.
@@ -113,14 +109,6 @@ class SnapshotStore:
         """The last whole snapshot, all checksums compared; damaged ones are skipped with a warning."""
         return _first_whole(sorted(self._listed(warn=True), key=_sequence, reverse=True))
 
-    def best(self) -> Path | None:
-        """The whole snapshot with the best metric."""
-        return _first_whole(self._by_metric(self._listed(warn=True)))
-
-    def load(self, snapshot: Path | str, *, model: Mapping[str, Tensor]) -> SnapshotState:
-        """Same as ``load_snapshot``."""
-        return load_snapshot(snapshot, model=model)
-
     def _listed(self, *, warn: bool = False) -> list[tuple[Path, Manifest]]:
         """Snapshots with a readable manifest, by step."""
         found = []
@@ -134,17 +122,11 @@ class SnapshotStore:
                         _logger.warning("snapshot skipped: %s", error)
         return found
 
-    def _by_metric(self, found: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
-        """Those with a metric, the best first, a later one before an equal earlier one."""
-        sign = -1.0 if self.higher_is_better else 1.0
-        ranks = [(sign * m.metric, -m.sequence, path, m) for path, m in found if m.metric is not None]
-        return [(path, manifest) for _, _, path, manifest in sorted(ranks, key=lambda rank: rank[:2])]
-
     def _prune(self) -> None:
         clean_leftovers(self.folder, lambda name: _STEP.fullmatch(name) is not None)
         found = self._listed()
         newest = sorted(found, key=_sequence, reverse=True)[: self.keep_last]
-        kept = {path for path, _ in newest + self._by_metric(found)[: self.keep_best]}
+        kept = {path for path, _ in newest + _by_metric(found)[: self.keep_best]}
         for path, _ in found:
             if path not in kept:
                 try:
@@ -155,6 +137,12 @@ class SnapshotStore:
 
 def _sequence(found: tuple[Path, Manifest]) -> int:
     return found[1].sequence
+
+
+def _by_metric(found: list[tuple[Path, Manifest]]) -> list[tuple[Path, Manifest]]:
+    """Those with a metric, the best first, a later one before an equal earlier one."""
+    ranks = [(m.metric, -m.sequence, path, m) for path, m in found if m.metric is not None]
+    return [(path, manifest) for _, _, path, manifest in sorted(ranks, key=lambda rank: rank[:2])]
 
 
 def _first_whole(found: list[tuple[Path, Manifest]]) -> Path | None:

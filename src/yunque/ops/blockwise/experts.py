@@ -46,11 +46,11 @@ def _weighted_sum(out_ND: Tensor, weight_Tk: Tensor) -> Tensor:
 
 
 def _few(x_TD: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EXD: Tensor, down_EDI: Tensor) -> Tensor:
-    experts, per_token = expert_Tk.flatten().tolist(), expert_Tk.shape[1]
-    rows = [token for token in x_TD for _ in range(per_token)]
-    gate, up = torch.stack([gate_up_EXD[e].mv(row) for e, row in zip(experts, rows, strict=True)]).chunk(2, dim=1)
-    inner_NI = F.silu(gate) * up
-    out_ND = torch.stack([down_EDI[e].mv(row) for e, row in zip(experts, inner_NI, strict=True)])
+    chosen, tokens = expert_Tk.tolist(), x_TD.unbind()
+    pairs = [(e, token) for token, experts in zip(tokens, chosen, strict=True) for e in experts]
+    gate, up = torch.stack([gate_up_EXD[e].mv(token) for e, token in pairs]).chunk(2, dim=1)
+    inner = (F.silu(gate) * up).unbind()
+    out_ND = torch.stack([down_EDI[e].mv(row) for (e, _), row in zip(pairs, inner, strict=True)])
     return _weighted_sum(out_ND, weight_Tk)
 
 

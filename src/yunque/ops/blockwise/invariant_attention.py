@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from yunque.ops.blockwise.topk import top_positions
+from yunque.ops.paged_rows import Rows, take_rows
 from yunque.ops.visibility import Selection, Visibility
 
 # Shapes: T queries, P pool rows, H heads, R latent + rope width, C latent width, J index heads, d index width;
@@ -24,7 +25,7 @@ KEY_CHUNK = 64
 
 
 @torch.no_grad()
-def select_invariant(q_TJd: Tensor, k_Pd: Tensor, w_TJ: Tensor, visibility: Visibility, k: int) -> Selection:
+def select_invariant(q_TJd: Tensor, k_Pd: Rows, w_TJ: Tensor, visibility: Visibility, k: int) -> Selection:
     """As ``reference.selection.select``, the same bits in any batch."""
     parts = [torch.empty((0, k), dtype=torch.int32, device=q_TJd.device)]
     for start in range(0, q_TJd.shape[0], QUERY_TILE):
@@ -44,7 +45,7 @@ def select_invariant(q_TJd: Tensor, k_Pd: Tensor, w_TJ: Tensor, visibility: Visi
 
 def attend_invariant(
     q_THR: Tensor,
-    pool_PR: Tensor,
+    pool_PR: Rows,
     visibility: Visibility,
     *,
     scale: float,
@@ -72,7 +73,7 @@ def attend_invariant(
 
 
 def _attend_tile(
-    q_GHR: Tensor, pool_PR: Tensor, first_G: Tensor, positions_GN: Tensor, scale: float, value_dim: int
+    q_GHR: Tensor, pool_PR: Rows, first_G: Tensor, positions_GN: Tensor, scale: float, value_dim: int
 ) -> Tensor:
     """Online softmax over chunks of keys; a query without keys gives zeros."""
     wide = torch.promote_types(q_GHR.dtype, torch.float32)
@@ -111,7 +112,7 @@ def _window(offset: int, count_G: Tensor, length: int = KEY_CHUNK) -> Tensor:
     return torch.where(positions < count_G[:, None], positions, -1)
 
 
-def _take(pool_PX: Tensor, first_G: Tensor, positions_GW: Tensor) -> Tensor:
+def _take(pool_PX: Rows, first_G: Tensor, positions_GW: Tensor) -> Tensor:
     """Pool rows at document positions [G, W, X]; hidden positions take the document's first row."""
     index = positions_GW.clamp(min=0) + first_G[:, None]
-    return pool_PX.index_select(0, index.flatten()).view(*index.shape, -1)
+    return take_rows(pool_PX, index.flatten()).view(*index.shape, -1)

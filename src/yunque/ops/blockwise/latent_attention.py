@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from yunque.ops.paged_rows import Rows, require_plain, row_width, take_rows
 from yunque.ops.visibility import Selection, Tile, Visibility
 
 # Shapes: T queries, P pool rows, H heads, R latent + rope width, C latent width (values), K kept;
@@ -21,7 +22,7 @@ LOGIT_CELLS = 1 << 21
 
 def attend_latent(
     q_THR: Tensor,
-    pool_PR: Tensor,
+    pool_PR: Rows,
     visibility: Visibility,
     *,
     scale: float,
@@ -32,28 +33,27 @@ def attend_latent(
     if selection is None:
         if not torch.is_grad_enabled():
             return _attend_visible(q_THR, pool_PR, visibility, scale, value_dim)
-        out = _Visible.apply(q_THR, pool_PR, visibility, scale, value_dim)
+        out = _Visible.apply(q_THR, require_plain(pool_PR), visibility, scale, value_dim)
         assert isinstance(out, Tensor)
         return out
-    inputs = (q_THR, pool_PR, selection.positions_TK, visibility.first_T, scale, value_dim)
+    index = (selection.positions_TK, visibility.first_T)
     if not torch.is_grad_enabled():
-        return _attend_gathered(*inputs)
-    out = _Gathered.apply(*inputs)
+        parts = _parts(q_THR, pool_PR, *index, is_full=selection.is_full)
+        return _attend_gathered(q_THR, parts, scale, value_dim)
+    out = _Gathered.apply(q_THR, require_plain(pool_PR), *index, scale, value_dim)
     assert isinstance(out, Tensor)
     return out
 
 
-def _attend_gathered(
-    q_THR: Tensor, pool_PR: Tensor, positions_TK: Tensor, first_T: Tensor, scale: float, value_dim: int
-) -> Tensor:
+def _attend_gathered(q_THR: Tensor, parts: Iterator[_Part], scale: float, value_dim: int) -> Tensor:
     outs = []
-    for part in _parts(q_THR, pool_PR, positions_TK, first_T):
+    for part in parts:
         weights = part.weights(q_THR, scale).to(q_THR.dtype)
         outs.append(torch.bmm(weights, part.rows_GKR[..., :value_dim]))
     return outs[0] if len(outs) == 1 else torch.cat(outs) if outs else q_THR[..., :value_dim]
 
 
-def _attend_visible(q_THR: Tensor, pool_PR: Tensor, visibility: Visibility, scale: float, value_dim: int) -> Tensor:
+def _attend_visible(q_THR: Tensor, pool_PR: Rows, visibility: Visibility, scale: float, value_dim: int) -> Tensor:
     out_THC = q_THR.new_empty((*q_THR.shape[:2], value_dim))
     for tile in _visible_tiles(visibility, q_THR.shape[1]):
         weights, rows_nkR = _visible_weights(tile, q_THR, pool_PR, scale)
@@ -66,7 +66,7 @@ def _visible_tiles(visibility: Visibility, heads: int) -> tuple[Tile, ...]:
     return visibility.tiles(max_cells=LOGIT_CELLS // heads)
 
 
-def _visible_weights(tile: Tile, q_THR: Tensor, pool_PR: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _visible_weights(tile: Tile, q_THR: Tensor, pool_PR: Rows, scale: float) -> tuple[Tensor, Tensor]:
     """Attention probabilities fp32 (or wider) [n, q, H, k] of a tile and the pool rows [n, k, R] they belong to."""
     q_nqHR, rows_nkR = tile.queries(q_THR), tile.keys(pool_PR)
     n, q, heads, _ = q_nqHR.shape
@@ -136,7 +136,8 @@ class _Gathered(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(q_THR, pool_PR, positions_TK, first_T)
         ctx.scale, ctx.value_dim = scale, value_dim
-        return _attend_gathered(q_THR, pool_PR, positions_TK, first_T, scale, value_dim)
+        parts = _parts(q_THR, pool_PR, positions_TK, first_T)
+        return _attend_gathered(q_THR, parts, scale, value_dim)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None, None]:
@@ -157,13 +158,14 @@ class _Gathered(torch.autograd.Function):
 class _Part:
     """Some queries with the pool rows they kept."""
 
-    def __init__(self, span: slice, pool_PR: Tensor, positions_GK: Tensor, first_G: Tensor) -> None:
+    def __init__(self, span: slice, pool_PR: Rows, positions_GK: Tensor, first_G: Tensor, *, is_full: bool) -> None:
         self.span = span
         # Positions ascend and padding comes last, so the last column tells whether there is any.
-        self.hidden_GK = positions_GK < 0 if int(positions_GK[:, -1].amin()) < 0 else None
+        is_full = is_full or int(positions_GK[:, -1].amin()) >= 0
+        self.hidden_GK = None if is_full else positions_GK < 0
         kept_GK = positions_GK if self.hidden_GK is None else positions_GK.clamp(min=0)
         self.index = (kept_GK + first_G[:, None]).flatten()
-        self.rows_GKR = pool_PR.index_select(0, self.index).view(*positions_GK.shape, -1)
+        self.rows_GKR = take_rows(pool_PR, self.index).view(*positions_GK.shape, -1)
 
     def weights(self, q_THR: Tensor, scale: float) -> Tensor:
         """Attention probabilities fp32 (or wider) [G, H, K]; padding gets 0, and so does a query that kept nothing."""
@@ -173,8 +175,10 @@ class _Part:
         return _softmax(logits.masked_fill_(self.hidden_GK[:, None], -torch.inf))
 
 
-def _parts(q_THR: Tensor, pool_PR: Tensor, positions_TK: Tensor, first_T: Tensor) -> Iterator[_Part]:
-    step = max(1, GATHER_CELLS // (positions_TK.shape[1] * pool_PR.shape[1]))
+def _parts(
+    q_THR: Tensor, pool_PR: Rows, positions_TK: Tensor, first_T: Tensor, *, is_full: bool = False
+) -> Iterator[_Part]:
+    step = max(1, GATHER_CELLS // (positions_TK.shape[1] * row_width(pool_PR)))
     for start in range(0, q_THR.shape[0], step):
         span = slice(start, min(start + step, q_THR.shape[0]))
-        yield _Part(span, pool_PR, positions_TK[span], first_T[span])
+        yield _Part(span, pool_PR, positions_TK[span], first_T[span], is_full=is_full)

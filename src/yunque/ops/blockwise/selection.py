@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from yunque.ops.blockwise.topk import all_visible, top_positions
+from yunque.ops.paged_rows import Rows
 from yunque.ops.visibility import Selection, Tile, Visibility
 
 # Shapes: T queries, P pool rows, J index heads, d index width, K kept; n sequences, q queries, k keys of a tile.
@@ -18,7 +19,7 @@ PRODUCT_CELLS = 1 << 19
 
 @torch.no_grad()
 def select(
-    q_TJd: Tensor, k_Pd: Tensor, w_TJ: Tensor, visibility: Visibility, k: int, *, always_score: bool = False
+    q_TJd: Tensor, k_Pd: Rows, w_TJ: Tensor, visibility: Visibility, k: int, *, always_score: bool = False
 ) -> Selection:
     """As ``reference.selection.select``. Tiles whose queries see at most ``k`` keys are not scored unless
     ``always_score`` (the result is the same: every visible key). Memory grows with the tile, not with T x P."""
@@ -33,12 +34,12 @@ def select(
             scores_QN = tile_scores(tile, q_TJd, k_Pd, w_TJ).flatten(0, 1)
             kept_QK = top_positions(scores_QN, first_Q, last_Q, k, all_seen=tile.sees_everything)
         if len(tiles) == 1:
-            return Selection(kept_QK)
+            return Selection(kept_QK, is_full=tile.sees_everything and tile.num_keys >= k)
         tile.queries(positions_TK).copy_(kept_QK.view(*first_nq.shape, k))
     return Selection(positions_TK)
 
 
-def tile_scores(tile: Tile, q_TJd: Tensor, k_Pd: Tensor, w_TJ: Tensor) -> Tensor:
+def tile_scores(tile: Tile, q_TJd: Tensor, k_Pd: Rows, w_TJ: Tensor) -> Tensor:
     """Index scores of one tile, fp32 (float64 for float64 queries) [n, q, num_keys]."""
     wide = torch.promote_types(q_TJd.dtype, torch.float32)
     q_nqJd, keys_nkd, w_nqJ = tile.queries(q_TJd).to(wide), tile.keys(k_Pd), tile.queries(w_TJ).to(wide)
