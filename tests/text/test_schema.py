@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from yunque.text.schema import is_text, parameter_schema, typed_value
+from yunque.text.schema import is_text, json_types, parameter_schema, referenced, typed_value
 
 from .conversations import JSON, TEXT
 
@@ -186,3 +186,13 @@ def test_a_value_is_admissible_whenever_one_reading_of_the_text_is(text: str, sc
     result = value_of(text, schema)
     if admissible:
         assert (type(result), result) == (type(admissible[0]), admissible[0])
+
+
+def test_json_types_and_references_are_read_through_the_whole_document():
+    parameters = {"$defs": {"n": {"type": ["number", "null"]}, "s": {"type": "string"}}}
+    assert json_types({"$ref": "#/$defs/n"}, parameters) == {"number", "integer", "null"}
+    assert json_types({"anyOf": [{"$ref": "#/$defs/s"}, {"const": True}]}, parameters) == {"string", "boolean"}
+    assert len(json_types(True, parameters)) == 7
+    assert referenced({"$ref": "#/$defs/s"}, parameters) == {"type": "string"}
+    assert referenced({"$ref": "elsewhere.json"}, parameters) is None
+    assert referenced({"type": "string"}, parameters) is None

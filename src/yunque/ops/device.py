@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 from pathlib import Path
@@ -31,6 +32,18 @@ def synchronize(device: torch.device) -> None:
     """Wait until the device has done what was asked of it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Memory that could be taken now: on the device for CUDA, else what the system calls available (where it does not
+    say, half of what the machine has)."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    table = Path("/proc/meminfo")
+    if table.exists():
+        line = next(line for line in table.read_text().splitlines() if line.startswith("MemAvailable:"))
+        return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
 def peak_memory_bytes(device: torch.device) -> int:

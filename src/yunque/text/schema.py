@@ -23,9 +23,19 @@ def parameter_schema(parameters: Mapping[str, Any], name: str) -> Schema:
     return _Resolver(parameters).parameter(parameters, name, frozenset())
 
 
+def json_types(schema: Schema, parameters: Mapping[str, Any]) -> frozenset[str]:
+    """The JSON types that the schema can admit, by JSON Schema's names; ``integer`` is apart from ``number``."""
+    return _Resolver(parameters).types(schema, frozenset())
+
+
 def is_text(schema: Schema, parameters: Mapping[str, Any]) -> bool:
     """Whether the schema admits strings only, so that a value is its text, whatever that looks like."""
-    return _Resolver(parameters).types(schema, frozenset()) == {"string"}
+    return json_types(schema, parameters) == {"string"}
+
+
+def referenced(schema: Mapping[str, Any], parameters: Mapping[str, Any]) -> Any:
+    """What the schema's ``$ref`` points at inside ``parameters``; None without one, or if it points elsewhere."""
+    return next(_Resolver(parameters).target(schema), None)
 
 
 def typed_value(text: str, schema: Schema, parameters: Mapping[str, Any]) -> Any:

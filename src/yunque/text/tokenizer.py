@@ -80,6 +80,11 @@ class Tokenizer:
         return max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
+    def added_ids(self) -> frozenset[int]:
+        """The ids of the added tokens (role markers, tags, and others), which no ordinary text is encoded to."""
+        return frozenset(self._added)
+
+    @cached_property
     def special(self) -> SpecialTokens:
         """The ids of the chat formats' tokens; TemplateError names those this vocabulary lacks."""
         return SpecialTokens.find(self.find)

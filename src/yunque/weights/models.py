@@ -56,17 +56,18 @@ def load_model(
     device: torch.device | str = "cpu",
     config: ModelConfig | None = None,
     ignore: Sequence[str] = (),
+    batch_invariant: bool = False,
 ) -> Transformer:
     """The model in a checkpoint folder, a snapshot, or a run's snapshot store, every tensor accounted for.
 
     ``dtype`` is by default the stored one (bfloat16 for FP8); tensors that stay float32 do. ``config``
     replaces the folder's, for instance to load without an MTP layer. ``ignore``: patterns of stored tensors
-    to leave out. Raises ``CheckpointError`` or ``ConfigError``.
+    to leave out. ``batch_invariant`` as in ``Transformer``. Raises ``CheckpointError`` or ``ConfigError``.
     """
     checkpoint = open_any(path)
     config = config or checkpoint.config
     with torch.device("meta"):
-        model = Transformer(config)
+        model = Transformer(config, batch_invariant=batch_invariant)
     state = _empty_state(config, dtype or stored_dtype(checkpoint), device)
     load_tensors(checkpoint, state, ignore=ignore)
     model.load_state_dict(state, strict=True, assign=True)

@@ -1,0 +1,1 @@
+"""The wire: requests and replies of policies, engines and the APIs that clients speak; imports without torch."""
