@@ -82,3 +82,24 @@ def test_a_run_s_folder_is_no_source_and_the_message_says_what_it_lacks(
     assert main(["convert", str(checkpoint), str(tmp_path / "run" / "01-sft" / "snapshots"), "--to", "snapshot"]) == 0
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert f"{tmp_path / 'run'} has no readable config.json" in capsys.readouterr().err
+
+
+def test_gguf_is_one_file_in_the_dtype_asked_for_and_other_options_are_refused(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from gguf import GGUFReader
+
+    target = tmp_path / "model.gguf"
+    assert main(["convert", str(checkpoint), str(target), "--to", "gguf", "--dtype", "bf16"]) == 0
+    assert f"wrote {target}" in capsys.readouterr().out
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(target).tensors}
+    assert (types["token_embd.weight"], types["output_norm.weight"]) == ("BF16", "F32")
+    for options, reason in (
+        ([], f"{target} exists"),
+        (["--dtype", "bfloat16"], "unknown --dtype 'bfloat16' in --to gguf"),
+        (["--shard-gb", "1"], "--shard-gb is for folders"),
+    ):
+        assert main(["convert", str(checkpoint), str(target), "--to", "gguf", *options]) == 2
+        assert reason in capsys.readouterr().err
+    assert main(["convert", str(checkpoint), str(tmp_path / "out"), "--dtype", "q8_0"]) == 2
+    assert "unknown --dtype 'q8_0' in --to huggingface" in capsys.readouterr().err
