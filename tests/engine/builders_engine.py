@@ -46,7 +46,11 @@ class Collector:
 
 def submit(core: EngineCore, id: str, tokens: Sequence[int], **sampling: object) -> Collector:
     """Queue a request; ``priority`` and ``prompt_logprobs`` go to the request, the rest to its sampling."""
-    own = {name: sampling.pop(name) for name in ("priority", "prompt_logprobs", "session") if name in sampling}
+    own = {
+        name: sampling.pop(name)
+        for name in ("priority", "prompt_logprobs", "session", "cache_salt")
+        if name in sampling
+    }
     request = GenerationRequest(id, tuple(tokens), SamplingParams(**sampling), **own)
     collector = Collector()
     core.enqueue(core.intake.prepare(request), collector)

@@ -95,21 +95,38 @@ def test_prefix_hits_spare_computing_and_change_nothing():
     assert longer.tokens == expected
 
 
-def test_batch_invariant_tokens_and_bits_do_not_change_with_neighbours():
-    model = build(engine_config(0), 0, batch_invariant=True)
-    prompts = random_documents(model.config, [13, 29, 6], 0)
-    asked = {"temperature": 1.0, "max_new_tokens": 12}
-    alone = complete(make_core(model), prompts[0], seed=7, **asked)
-    core = make_core(model, chunk_tokens=4)
-    collectors = [submit(core, str(i), p, seed=7 + i, **asked) for i, p in enumerate(prompts)]
-    among = finish(core, *collectors)[0]
-    assert among.tokens == alone.tokens
-    assert among.logprobs == alone.logprobs
-    drafted = complete(make_core(model, num_drafts=2), prompts[0], seed=7, **asked)
-    assert drafted.tokens == alone.tokens
-    assert drafted.logprobs == alone.logprobs
-    expected = training_logprobs(model, prompts[0], alone.tokens)
-    assert alone.logprobs == tuple(expected.tolist())
+def test_requests_of_different_salts_share_nothing():
+    core = make_core(0)
+    cached = [
+        complete(core, [1] * 20, temperature=0, max_new_tokens=2, cache_salt=salt).cached_tokens
+        for salt in (None, "a", "a", "b", None)
+    ]
+    assert cached == [0, 0, 16, 0, 16]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("seed", range(2))
+def test_batch_invariant_logprobs_are_the_training_forward_s_to_the_bit(seed, temperature):
+    """fp32, through neighbours, chunked prefill, prefix hits, preemption, page boundaries and drafts."""
+    model = build(engine_config(seed), seed, batch_invariant=True)
+    prompts = random_documents(model.config, [13, 29, 6], seed)
+    asked = {"temperature": temperature, "max_new_tokens": 12}
+    alone = [complete(make_core(model), p, seed=7 + i, **asked) for i, p in enumerate(prompts)]
+    for prompt, completion in zip(prompts, alone, strict=True):
+        expected = training_logprobs(model, prompt, completion.tokens)
+        assert completion.logprobs == tuple(expected.tolist())
+    for core in (
+        make_core(model, chunk_tokens=4, max_step_tokens=64),
+        make_core(model, num_drafts=2),
+        make_core(model, num_pages=14, num_drafts=2, watermark_pages=0),
+    ):
+        for _ in range(2):  # the second time prefixes are cached
+            collectors = [submit(core, str(i), p, seed=7 + i, **asked) for i, p in enumerate(prompts)]
+            for among, one in zip(finish(core, *collectors), alone, strict=True):
+                assert among.tokens == one.tokens
+                assert among.logprobs == one.logprobs
+    assert core.stats().preemptions > 0
+    assert core.stats().cached_tokens > 0
 
 
 def test_drafts_of_a_model_that_repeats_itself_are_accepted():

@@ -97,9 +97,9 @@ def test_too_many_requests_are_refused_at_once_and_the_others_go_on(engine):
         replies: list[Reply] = []
         for i in range(8):
             replies.append(engine.submit(GenerationRequest(str(i), (1, i), GREEDY)))
+        long = (GenerationRequest(str(i), (1, 2), SamplingParams(max_new_tokens=100)) for i in range(8, 100))
         with pytest.raises(Overloaded):
-            for i in range(8, 100):
-                replies.append(engine.submit(GenerationRequest(str(i), (1, 2), SamplingParams(max_new_tokens=100))))
+            replies.extend(map(engine.submit, long))
         with pytest.raises(RequestError, match="in use"):
             engine._start(GenerationRequest("7", (1, 2), GREEDY), replies[7])
         for i, reply in enumerate(replies[:8]):

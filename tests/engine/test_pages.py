@@ -2,6 +2,7 @@
 
 import random
 import time
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -23,21 +24,26 @@ def free_runs(allocator: PageAllocator) -> list[tuple[int, int]]:
     return runs
 
 
-def expected_pages(allocator: PageAllocator, count: int, after: int | None) -> list[int]:
-    """The stated rule, by brute force: behind ``after``, then the lowest run that fits, or the longest."""
+def expected_pages(allocator: PageAllocator, count: int, after: int | None, room: int) -> list[int]:
+    """The stated rule, by brute force: behind ``after``, then the lowest run that fits (after a gap of ``room``, if
+    one is long enough), or the longest."""
     pages: list[int] = []
     runs = free_runs(allocator)
     while len(pages) < count:
         need = count - len(pages)
         behind = [run for run in runs if not pages and after is not None and run[0] == after + 1]
+        roomy = [run for run in runs if room and run[1] >= need + room]
         fitting = [run for run in runs if run[1] >= need]
         longest = [max(runs, key=lambda run: (run[1], -run[0]))]
-        first, length = (behind or fitting or longest)[0]
+        first, length = (behind or roomy or fitting or longest)[0]
         runs.remove((first, length))
+        if not behind and roomy and first > allocator.reserved:
+            runs.append((first, room))
+            first, length = first + room, length - room
         pages += range(first, first + min(length, need))
         if need < length:
             runs.append((first + need, length - need))
-            runs.sort()
+        runs.sort()
     return pages
 
 
@@ -55,14 +61,15 @@ def test_pages_are_those_of_the_stated_rule(num_pages, reserved, seed):
         else:
             count = draw.randint(0, 8)
             after = draw.choice(held)[-1] if held and draw.random() < 0.6 else None
+            room = draw.choice([0, 0, 1, 5])
             if count > allocator.num_free:
                 before = free_runs(allocator)
                 with pytest.raises(OutOfPages):
-                    allocator.allocate(count, after=after)
+                    allocator.allocate(count, after=after, room=room)
                 assert free_runs(allocator) == before
                 continue
-            expected = expected_pages(allocator, count, after)
-            pages = allocator.allocate(count, after=after)
+            expected = expected_pages(allocator, count, after, room)
+            pages = allocator.allocate(count, after=after, room=room)
             assert pages == expected
             held += [pages] if pages else []
         assert allocator.num_free == sum(length for _, length in free_runs(allocator))
@@ -75,6 +82,24 @@ def test_a_sequence_that_grows_alone_is_one_ascending_run():
     for _ in range(100):
         pages += allocator.allocate(1, after=pages[-1])
     assert pages == list(range(1, 104))
+
+
+def test_sequences_that_grow_side_by_side_stay_one_run_each_where_there_is_room():
+    for room, num_pieces in [(0, 16 * 33), (32, 16), (31, 32)]:
+        allocator = PageAllocator(1000, 16, reserved=1)
+        sequences = [allocator.allocate(4, room=room) for _ in range(16)]
+        for _ in range(32):
+            for pages in sequences:
+                pages += allocator.allocate(1, after=pages[-1], room=room)
+        jumps = sum(page != before + 1 for pages in sequences for before, page in pairwise(pages))
+        assert 16 + jumps == num_pieces
+
+
+def test_room_is_given_up_before_a_page_is_refused():
+    allocator = PageAllocator(20, 16)
+    taken = [allocator.allocate(2, room=6) for _ in range(10)]
+    assert taken[:4] == [[0, 1], [8, 9], [16, 17], [2, 3]]
+    assert sorted(page for pages in taken for page in pages) == list(range(20))
 
 
 def test_a_page_is_free_when_its_last_holder_lets_go():
@@ -115,6 +140,8 @@ def test_what_nobody_holds_is_neither_released_nor_shared():
             allocator.allocate(1, after=after)
     with pytest.raises(ValueError, match="negative"):
         allocator.allocate(-1)
+    with pytest.raises(ValueError, match="negative"):
+        allocator.allocate(1, room=-1)
     assert allocator.allocate(1, after=0) == [3]
     assert allocator.num_free == 2
 

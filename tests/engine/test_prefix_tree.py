@@ -1,7 +1,9 @@
 """The prefix tree and the allocator together: exact against a brute-force model, least recently used out first."""
 
+import gc
 import random
 import time
+import weakref
 
 import pytest
 from hypothesis import settings
@@ -130,6 +132,39 @@ def test_salted_requests_never_share():
     assert tree.match([1, 2, 3, 4], limit=4, namespace="salt").pages == tuple(pages)
     assert tree.match([1, 2, 3, 4], limit=4, namespace="other").num_tokens == 0
     assert not set(tree.match([1, 2, 3, 4], limit=4).pages) & set(pages)
+
+
+class Salt:
+    """A namespace whose end can be seen."""
+
+
+def test_a_namespace_without_pages_is_forgotten():
+    tree, allocator = tree_of([1, 2, 3, 4])
+    salt = Salt()
+    seen = weakref.ref(salt)
+    pages = allocator.allocate(2)
+    tree.insert([1, 2, 3, 4], pages, namespace=salt)
+    allocator.release(pages)
+    assert tree.evict(4) == 4
+    del salt
+    gc.collect()
+    assert seen() is None
+
+
+def test_single_pages_go_in_the_order_of_their_last_use():
+    draw = random.Random(5)
+    tree, allocator = tree_of(*[[number, number] for number in range(50)])
+    uses = list(range(50))
+    for _ in range(300):
+        number = draw.choice(uses)
+        uses.remove(number)
+        uses.append(number)
+        allocator.release(tree.match([number, number], limit=2).pages)
+        if draw.random() < 0.1:
+            assert tree.evict(1) == 1
+            assert tree.probe([uses[0]] * 2, limit=2).num_tokens == 0
+            del uses[0]
+    assert tree.num_cached_pages == len(uses) < 30
 
 
 def test_the_branch_used_longest_ago_goes_first_from_its_end():

@@ -89,12 +89,15 @@ def test_the_best_ranked_request_moves_even_as_a_prefill():
 
 def test_admission_needs_pages_for_the_whole_prompt_and_the_watermark():
     running = [decoding("a", 0, num_pages=3), Running("prefill", rank(1), 4, 40, 1)]
-    limits = Limits(8, 64, 8, watermark_pages=2)
+    limits = Limits(8, 64, 40, watermark_pages=2)
     # 9 pages for the rest of the prefill, 2 cached of the 6 of the waiting one, 2 to grow into
-    assert planned([waiting("w", 2, 24, 8)], running, 9 + 4 + 2, Limits(8, 64, 60, watermark_pages=2)).admit == ("w",)
-    assert planned([waiting("w", 2, 24, 8)], running, 9 + 4 + 1, Limits(8, 64, 60, watermark_pages=2)).admit == ()
-    assert planned([waiting("w", 2, 24, 8, 1)], running, 9 + 4 + 2, Limits(8, 64, 60, watermark_pages=2)).admit == ()
-    assert planned([waiting("w", 2, 24, 8)], running, 1000, limits).admit == ()  # the chunk is full
+    assert planned([waiting("w", 2, 24, 8)], running, 9 + 4 + 2, limits).prefill == (
+        Chunk("prefill", 4, 36),
+        Chunk("w", 8, 4),
+    )
+    assert planned([waiting("w", 2, 24, 8)], running, 9 + 4 + 1, limits).admit == ()
+    assert planned([waiting("w", 2, 24, 8, 1)], running, 9 + 4 + 2, limits).admit == ()  # a match takes one more
+    assert planned([waiting("w", 2, 24, 8)], running, 1000, Limits(8, 64, 36)).admit == ()  # the chunk is full
     assert planned([waiting("w", 0, 24)], [], 6, limits).admit == ("w",)  # alone, no watermark is kept
 
 
@@ -260,7 +263,7 @@ def steps_until_admitted(aging_steps: int) -> int:
 def test_a_waiting_request_ages_past_higher_priorities():
     waits = [steps_until_admitted(aging_steps) for aging_steps in (0, 5, 10, 20, 1000)]
     assert waits == sorted(waits)
-    # After 2 levels of aging_steps nobody new overtakes; before it stand those who came until then, slower than they came.
+    # After 2 levels of aging_steps nobody new overtakes; those who came until then and still wait go before.
     assert all(wait <= 3 * 2 * aging + 20 for wait, aging in zip(waits[:4], (0, 5, 10, 20), strict=True))
     assert waits[4] == 390
 

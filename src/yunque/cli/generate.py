@@ -12,19 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from yunque.cli.chat_formats import CHAT_FORMATS, chat_format_in
 from yunque.cli.process import tune
 from yunque.core.errors import ConfigError
-from yunque.core.logging import get_logger
-from yunque.text.formats import ChatFormat
 
 if TYPE_CHECKING:
     from yunque.core.records import Message, ToolSpec
     from yunque.model.generate import Sampling
     from yunque.model.transformer import Transformer
     from yunque.text import Renderer, Tokenizer
-
-CHAT_FORMATS = tuple(str(chat_format) for chat_format in ChatFormat)
-_log = get_logger(__name__)
 
 
 def add_commands(commands: Any) -> None:
@@ -100,22 +96,6 @@ def _read_tools(path: Path | None) -> list[ToolSpec]:
     return [ToolSpec.from_openai(tool) for tool in data]
 
 
-def _format_in(folder: Path) -> str:
-    """The chat format of the folder's template; where that is none of ours, the first one, with a warning."""
-    from yunque.text.chat_template import CHAT_TEMPLATE_FILE, format_of
-
-    template = folder / CHAT_TEMPLATE_FILE
-    found = format_of(template.read_text("utf-8", errors="replace")) if template.exists() else None
-    if found is not None:
-        return found
-    fault = "is none of Yunque's four" if template.exists() else "does not exist"
-    _log.warning(
-        "%s %s: messages are written as in %s; choose with --chat-format (%s)",
-        *(template, fault, CHAT_FORMATS[0], ", ".join(CHAT_FORMATS)),
-    )
-    return CHAT_FORMATS[0]
-
-
 @dataclass(frozen=True)
 class Writer:
     """A model with its tokenizer, and the folder and format that its conversations are written by."""
@@ -150,7 +130,7 @@ class Writer:
         """Writes conversations; a template that is none of ours is taken for GLM-5's, with a warning."""
         from yunque.text import Renderer
 
-        return Renderer(self.tokenizer, self.chat_format or _format_in(self.folder))
+        return Renderer(self.tokenizer, self.chat_format or chat_format_in(self.folder))
 
     def complete(self, prompt: str, sampling: Sampling, *, seed: int) -> Iterator[str]:
         """Text after ``prompt``, piece by piece; ends at an end token."""

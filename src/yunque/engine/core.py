@@ -11,7 +11,7 @@ import torch
 from yunque.engine.intake import Intake
 from yunque.engine.page_store import PageStore
 from yunque.engine.pages import PageAllocator, pages_for
-from yunque.engine.prefix_tree import PrefixTree
+from yunque.engine.prefix_tree import Insertion, PrefixTree
 from yunque.engine.runner import Pass, Runner
 from yunque.engine.sampler import Sampler
 from yunque.engine.scheduler import Chunk, Decode, Limits, Plan, Rank, Resources, Running, Waiting, WaitingQueue
@@ -185,7 +185,7 @@ class EngineCore:
     def _waiting(self) -> Iterator[Waiting]:
         for id in self._queue:
             seq = self._live[id].sequence
-            probe = self.tree.probe(seq.tokens, limit=self._cacheable(seq))
+            probe = self.tree.probe(seq.tokens, limit=self._cacheable(seq), namespace=seq.request.cache_salt)
             yield Waiting(id, seq.rank, len(seq.tokens), probe.num_tokens, probe.num_idle_pages)
 
     def _cacheable(self, seq: Sequence) -> int:
@@ -206,7 +206,7 @@ class EngineCore:
             self._totals.preemptions += 1
         for id in plan.admit:
             seq = self._live[id].sequence
-            match = self.tree.match(seq.tokens, limit=self._cacheable(seq))
+            match = self.tree.match(seq.tokens, limit=self._cacheable(seq), namespace=seq.request.cache_salt)
             self._queue.remove(id)
             self._running[id] = seq
             seq.add_pages(match.pages)
@@ -227,7 +227,8 @@ class EngineCore:
         lacking = pages_for(num_positions, self.settings.page_size) - seq.num_pages
         if lacking > 0:
             after = int(seq.pages[-1]) if seq.num_pages else None
-            seq.add_pages(self.allocator.allocate(lacking, after=after))
+            later = pages_for(seq.max_total, self.settings.page_size) - seq.num_pages - lacking
+            seq.add_pages(self.allocator.allocate(lacking, after=after, room=later))
 
     def _decode(self, work: tuple[Decode, ...]) -> None:
         sequences = [self._running[decode.id] for decode in work]
@@ -299,8 +300,12 @@ class EngineCore:
 
     def _share(self, seq: Sequence) -> None:
         """Let others find the pages of a computed prompt at once."""
-        insertion = self.tree.insert(seq.tokens[: seq.num_computed], seq.pages.tolist())
+        insertion = self._insert(seq)
         seq.replace_pages(self.tree.adopt(seq.pages.tolist(), insertion))
+
+    def _insert(self, seq: Sequence) -> Insertion:
+        tokens, salt = seq.tokens[: seq.num_computed], seq.request.cache_salt
+        return self.tree.insert(tokens, seq.pages.tolist(), namespace=salt)
 
     def _publish(self, seq: Sequence) -> None:
         live = self._live.get(seq.id)
@@ -328,6 +333,6 @@ class EngineCore:
         """Give the sequence's pages back; what is computed stays in the tree as long as there is room."""
         pages = seq.pages.tolist()
         if seq.finish is not Finish.ERROR:
-            self.tree.insert(seq.tokens[: seq.num_computed], pages)
+            self._insert(seq)
         self.allocator.release(pages)
         seq.forget_pages()

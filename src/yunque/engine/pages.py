@@ -98,15 +98,17 @@ class PageAllocator:
         assert self._listener is None, "the allocator is watched already"
         self._listener = listener
 
-    def allocate(self, count: int, *, after: int | None = None) -> list[int]:
+    def allocate(self, count: int, *, after: int | None = None, room: int = 0) -> list[int]:
         """``count`` pages with one reference each: those directly behind page ``after`` as far as they are free, then
         the lowest free run that holds the rest, or the longest runs where none does.
 
+        With ``room``, pages that do not continue ``after`` leave that many free behind whoever lies in front of them,
+        while some run is long enough: where all do so, sequences that grow side by side stay one run each.
         ``after`` is a page in use (the last one of the sequence that grows) or a reserved one. Raises ``OutOfPages``
-        when fewer than ``count`` are free, ``ValueError`` for a free or unknown ``after`` or a negative count.
+        when fewer than ``count`` are free, ``ValueError`` for a free or unknown ``after``, a negative count or room.
         """
-        if count < 0:
-            raise ValueError(f"count {count} is negative")
+        if count < 0 or room < 0:
+            raise ValueError(f"count {count} or room {room} is negative")
         if after is not None and not (0 <= after < self.reserved or self.references(after)):
             raise ValueError(f"page {after} is free: nothing grows behind it")
         if count > self._num_free:
@@ -116,7 +118,10 @@ class PageAllocator:
             pages += self._take(after + 1, count)
         while len(pages) < count:
             rest = count - len(pages)
-            pages += self._take(self._lengths.lowest(rest), rest)
+            first = self._lengths.lowest(rest + room)
+            has_room = self._last_of[first] + 1 - first >= rest + room
+            gap = room if has_room and first > self.reserved else 0
+            pages += self._take(first if has_room else self._lengths.lowest(rest), rest, gap=gap)
         return pages
 
     def share(self, pages: Sequence[int]) -> None:
@@ -153,11 +158,14 @@ class PageAllocator:
         if pages and self._listener is not None:
             self._listener(pages)
 
-    def _take(self, first: int, limit: int) -> range:
-        """Up to ``limit`` pages off the front of the free run that starts at ``first``."""
+    def _take(self, first: int, limit: int, *, gap: int = 0) -> range:
+        """Up to ``limit`` pages of the free run that starts at ``first``, behind its first ``gap``."""
         last = self._last_of.pop(first)
-        end = min(last + 1, first + limit)
         self._lengths.set(first, 0)
+        if gap:
+            self._put(first, first + gap - 1)
+            first += gap
+        end = min(last + 1, first + limit)
         if end <= last:
             self._put(end, last)
         else:

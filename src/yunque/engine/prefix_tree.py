@@ -219,7 +219,6 @@ class PrefixTree:
         node.parent.children[bytes(upper.key[: self._stride])] = upper
         node.key, node.pages, node.parent = node.key[cut:], node.pages[num_upper:], upper
         upper.children[bytes(node.key[: self._stride])] = node
-        upper.last_used = node.last_used
         upper.is_busy = node.is_busy  # as a whole they are what the node was, so nothing changes above
         upper.tail = max(0, node.tail - len(node.pages))
         node.tail = min(node.tail, len(node.pages))

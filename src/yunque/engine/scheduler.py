@@ -214,11 +214,10 @@ class _Step:
         del self.running[num_kept:]
 
     def place_chunks(self) -> None:
-        """The next tokens of started prefills, by rank, in the pages there are; the rest of their pages is set aside
-        from what follows."""
+        """The next tokens of started prefills, by rank, in the pages there are. What is left of the budget for prompts
+        is so only when all of these are complete, or out of pages: admissions never compete with them."""
         budget = self.limits.max_step_tokens - len(self.decodes)
         budget = min(budget, self.limits.chunk_tokens) if self.decodes else budget
-        num_later_pages = 0
         for request in self.running:
             if request.num_left == 1:
                 continue
@@ -227,8 +226,6 @@ class _Step:
                 self._grow(request, count)
                 self.chunks.append(Chunk(request.id, request.num_computed, count))
                 budget -= count
-            num_later_pages += self._pages_lacking(request, request.num_left)
-        self.num_pages_left = max(0, self.num_pages_left - num_later_pages)
         self.num_prompt_tokens_left = budget
 
     def admit(self, waiting: Iterable[Waiting]) -> None:

@@ -118,6 +118,7 @@ class GenerationRequest:
 
     ``id`` is unique among live requests. ``session`` groups requests that share a prefix (routing). A larger
     ``priority`` goes first. ``prompt_logprobs`` asks for the log-probability of every prompt token but the first.
+    Requests of different ``cache_salt`` never share cached rows.
     """
 
     id: str
@@ -126,6 +127,7 @@ class GenerationRequest:
     session: str | None = None
     priority: int = 0
     prompt_logprobs: bool = False
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True)
