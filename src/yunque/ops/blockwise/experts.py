@@ -48,10 +48,20 @@ def _weighted_sum(out_ND: Tensor, weight_Tk: Tensor) -> Tensor:
 def _few(x_TD: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, gate_up_EXD: Tensor, down_EDI: Tensor) -> Tensor:
     chosen, tokens = expert_Tk.tolist(), x_TD.unbind()
     pairs = [(e, token) for token, experts in zip(tokens, chosen, strict=True) for e in experts]
-    gate, up = torch.stack([gate_up_EXD[e].mv(token) for e, token in pairs]).chunk(2, dim=1)
-    inner = (F.silu(gate) * up).unbind()
-    out_ND = torch.stack([down_EDI[e].mv(row) for (e, _), row in zip(pairs, inner, strict=True)])
-    return _weighted_sum(out_ND, weight_Tk)
+    gate, up = _products(pairs, gate_up_EXD).chunk(2, dim=1)
+    experts = (e for e, _ in pairs)
+    out_ND = _products(list(zip(experts, (F.silu(gate) * up).unbind(), strict=True)), down_EDI)
+    return torch.mm(weight_Tk.to(out_ND.dtype), out_ND) if len(tokens) == 1 else _weighted_sum(out_ND, weight_Tk)
+
+
+def _products(pairs: list[tuple[int, Tensor]], weight_EYX: Tensor) -> Tensor:
+    """weight[expert] @ row for every pair, [N, Y]."""
+    if torch.is_grad_enabled():
+        return torch.stack([weight_EYX[e].mv(row) for e, row in pairs])
+    out_NY = weight_EYX.new_empty((len(pairs), weight_EYX.shape[1]))
+    for out_Y, (e, row) in zip(out_NY.unbind(), pairs, strict=True):
+        torch.mv(weight_EYX[e], row, out=out_Y)
+    return out_NY
 
 
 def _is_groupable(x_TD: Tensor, down_EDI: Tensor) -> bool:

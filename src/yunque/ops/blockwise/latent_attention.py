@@ -55,9 +55,12 @@ def _attend_gathered(q_THR: Tensor, parts: Iterator[_Part], scale: float, value_
 
 def _attend_visible(q_THR: Tensor, pool_PR: Rows, visibility: Visibility, scale: float, value_dim: int) -> Tensor:
     out_THC = q_THR.new_empty((*q_THR.shape[:2], value_dim))
-    for tile in _visible_tiles(visibility, q_THR.shape[1]):
+    tiles = _visible_tiles(visibility, q_THR.shape[1])
+    for tile in tiles:
         weights, rows_nkR = _visible_weights(tile, q_THR, pool_PR, scale)
         values = torch.matmul(weights.to(q_THR.dtype).flatten(1, 2), rows_nkR[..., :value_dim])
+        if len(tiles) == 1:
+            return values.view(out_THC.shape)
         tile.queries(out_THC).copy_(values.unflatten(1, weights.shape[1:3]))
     return out_THC
 
@@ -72,9 +75,9 @@ def _visible_weights(tile: Tile, q_THR: Tensor, pool_PR: Rows, scale: float) -> 
     n, q, heads, _ = q_nqHR.shape
     logits = torch.matmul(q_nqHR.flatten(1, 2), rows_nkR.transpose(1, 2)).view(n, q, heads, -1)
     logits = logits.to(_wide(q_THR)).mul_(scale)
-    if not tile.sees_everything:
-        logits.masked_fill_(~tile.visible()[:, :, None], -torch.inf)
-    return _softmax(logits), rows_nkR
+    if tile.sees_everything:
+        return torch.softmax(logits, dim=-1), rows_nkR
+    return _softmax(logits.masked_fill_(~tile.visible()[:, :, None], -torch.inf)), rows_nkR
 
 
 class _Visible(torch.autograd.Function):
