@@ -33,3 +33,9 @@ class EngineUnavailable(YunqueError):
     """The engine cannot make a token now: it is stopped, broken, or draining."""
 
     code = "unavailable"
+
+
+class UnusableReply(YunqueError):
+    """A server's answer does not have its documented shape, or contradicts itself; nothing of it is used."""
+
+    code = "unusable_reply"
