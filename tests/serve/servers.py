@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -71,7 +71,7 @@ def events(response: httpx.Response) -> list[Any]:
 @contextlib.contextmanager
 def listening(served: Served) -> Iterator[str]:
     """The URL of a real server in a thread; it has ended when the block is left."""
-    server = Server(served.app, served.engine, served.settings)
+    server = Server(served.app, served.engine, replace(served.settings, port=0))
     url = server.bind()
     thread = threading.Thread(target=lambda: asyncio.run(server.answer()), daemon=True)
     thread.start()

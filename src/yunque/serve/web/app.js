@@ -63,7 +63,7 @@ class Chat {
     try {
       this.#settings.showContext(await this.#server.contextLength());
     } catch (error) {
-      if (error.status === 401) this.#keyDialog.open(error.message);
+      if (error.status === 401) this.#askForKey(error.message);
     }
   }
 
@@ -108,6 +108,10 @@ class Chat {
     this.#thread.show();
   }
 
+  #askForKey(reason) {
+    this.#keyDialog.open(this.#keys.read() ? reason : "This server answers only with an API key.");
+  }
+
   #keyChanged() {
     this.#settings.showKey(Boolean(this.#keys.read()));
     this.#greet();
@@ -131,7 +135,8 @@ class Chat {
         this.#thread.schedule();
       }
       writer.end();
-      setText(byId("announcer"), "The reply is complete.");
+      const isWaiting = reply.finish === "tool_calls";
+      setText(byId("announcer"), isWaiting ? "The model waits for the result of a call." : "The reply is complete.");
     } catch (error) {
       this.#fail(error, reply, writer);
     }
@@ -178,7 +183,7 @@ class Chat {
     this.#composer.setBusy(false);
     this.#thread.show();
     this.#status.refresh();
-    if (this.#problem?.needsKey) this.#keyDialog.open(this.#problem.detail);
+    if (this.#problem?.needsKey) this.#askForKey(this.#problem.detail);
   }
 }
 

@@ -11,7 +11,7 @@ export class Conversation {
     this.#kept = kept;
     const found = kept.read();
     this.id = found?.id ?? freshId();
-    this.messages = Array.isArray(found?.messages) ? found.messages : [];
+    this.messages = Array.isArray(found?.messages) && found.messages.every(isMessage) ? found.messages : [];
   }
 
   get last() {
@@ -63,6 +63,11 @@ export class Conversation {
     const wire = this.messages.map(messageToWire);
     return system.trim() ? [{ role: "system", content: system }, ...wire] : wire;
   }
+}
+
+/** What another version of the page kept may look different: the conversation then begins anew. */
+function isMessage(message) {
+  return typeof message?.content === "string" && (message.role !== "assistant" || Array.isArray(message.calls));
 }
 
 function messageToWire(message) {

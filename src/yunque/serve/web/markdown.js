@@ -40,8 +40,9 @@ export function blocks(source) {
 
 /** Show `source` in `container`. Blocks that have not changed since the last call keep their nodes. */
 export function render(container, source) {
+  const { source: last, found: before } = shown.get(container) ?? { source: "", found: [] };
+  if (source === last) return;
   const next = blocks(source).map((block) => ({ block, key: JSON.stringify(block) }));
-  const before = shown.get(container) ?? [];
   let same = 0;
   while (same < next.length && before[same]?.key === next[same].key) same += 1;
   const [old, fresh] = [before[same], next[same]];
@@ -52,7 +53,13 @@ export function render(container, source) {
   }
   while (container.children.length > same) container.lastChild.remove();
   for (const { block } of next.slice(same)) container.append(node(block));
-  shown.set(container, next);
+  shown.set(container, { source, found: next });
+}
+
+/** Empty `container` for something else; `render` begins anew in it. */
+export function clear(container) {
+  container.replaceChildren();
+  shown.delete(container);
 }
 
 const shown = new WeakMap();

@@ -2,7 +2,7 @@
 
 import { copyWith } from "./clipboard.js";
 import { action, element, setText } from "./element.js";
-import { render } from "./markdown.js";
+import { clear, render } from "./markdown.js";
 import { figures, isBlank, usableCalls } from "./reply.js";
 import { Thought } from "./thought.js";
 import { thoughtEnd, TokenFlow } from "./tokens.js";
@@ -89,9 +89,12 @@ export class ReplyView {
       this.#flows ??= { thought: new TokenFlow("Tokens of the thought"), answer: new TokenFlow("Tokens of the answer") };
       this.#flows.thought.update(message.tokens.slice(0, end));
       this.#flows.answer.update(message.tokens.slice(end));
-      if (this.#text.firstChild !== this.#flows.answer.node) this.#text.replaceChildren(this.#flows.answer.node);
+      if (this.#text.firstChild !== this.#flows.answer.node) {
+        clear(this.#text);
+        this.#text.append(this.#flows.answer.node);
+      }
     } else {
-      if (this.#flows && this.#text.firstChild === this.#flows.answer.node) this.#text.replaceChildren();
+      if (this.#flows && this.#text.firstChild === this.#flows.answer.node) clear(this.#text);
       render(this.#text, message.content);
     }
     this.#updateThought(writer, asTokens);
@@ -139,7 +142,11 @@ export class ReplyView {
   }
 
   #updateFigures() {
-    const rows = figures(this.#message).map(({ name, value, hint }) =>
+    const found = figures(this.#message);
+    const key = JSON.stringify(found);
+    if (this.#figures.dataset.key === key) return;
+    this.#figures.dataset.key = key;
+    const rows = found.map(({ name, value, hint }) =>
       element("div", { title: hint }, element("dt", {}, name), element("dd", {}, value)),
     );
     this.#figures.replaceChildren(...rows);

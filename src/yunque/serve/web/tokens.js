@@ -3,6 +3,7 @@
 import { byId, element } from "./element.js";
 
 const LEVELS = [0.9, 0.7, 0.4, 0.2, 0.05];
+const SPECIAL = /^<(?:\|\w+\||\/?(?:think|tool_call|tool_response|arg_key|arg_value))>$/;
 let numFlows = 0;
 
 /** How unlikely a token was: 0 (at least 90 %) to 5 (below 5 %). */
@@ -51,7 +52,7 @@ export class TokenFlow {
     return element(
       "span",
       {
-        class: text ? "token" : "token part",
+        class: SPECIAL.test(entry.token) ? "token special" : text ? "token" : "token part",
         role: "option",
         "data-place": place,
         "data-surprise": surprise(entry.logprob),
@@ -106,7 +107,7 @@ export class TokenFlow {
 
 function cardOf(entry) {
   const chosen = element("p", { class: "chosen" }, element("code", {}, visible(entry.token)));
-  const fact = element("p", { class: "note" }, `${percent(entry.logprob)} · log-probability ${entry.logprob.toFixed(3)}`);
+  const fact = element("p", { class: "note" }, `${percent(entry.logprob)} · log-probability ${signed(entry.logprob)}`);
   const rows = (entry.top_logprobs ?? []).map((other) => {
     const bar = element("span", { class: "share" });
     bar.style.inlineSize = `${100 * Math.exp(other.logprob)}%`;
@@ -138,6 +139,10 @@ function sameBytes(one, other) {
 /** A token's text with its white space made visible. */
 export function visible(text) {
   return text.replaceAll(" ", "␣").replaceAll("\n", "⏎").replaceAll("\t", "⇥") || "∅";
+}
+
+function signed(value) {
+  return value.toFixed(3).replace("-", "−");
 }
 
 function percent(logprob) {

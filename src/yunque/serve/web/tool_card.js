@@ -10,6 +10,7 @@ export class ToolCard {
   #arguments = element("pre", { class: "tool-arguments", tabindex: "0", "aria-label": "Arguments" });
   #foot = element("div", { class: "tool-foot" });
   #shown = "";
+  #written = "";
   field = null;
 
   constructor() {
@@ -24,7 +25,7 @@ export class ToolCard {
     this.node.dataset.state = state;
     this.node.dataset.call = call.id;
     setText(this.#name, call.name);
-    setText(this.#arguments, layOut(call.arguments));
+    if (this.#written !== call.arguments) setText(this.#arguments, layOut((this.#written = call.arguments)));
     setText(this.#state, WORDS[state]);
     const foot = state === "done" ? `result ${result}` : state === "waiting" && canAnswer ? "field" : "";
     if (foot !== this.#shown) this.#showFoot(foot, call, result);
