@@ -181,6 +181,20 @@ def test_prompt_logprobs_are_the_training_forward_s_even_when_the_prompt_is_cach
     torch.testing.assert_close(torch.tensor(scored.prompt_logprobs).double(), expected, rtol=0, atol=1e-6)
 
 
+def test_prompt_logprobs_of_a_request_that_is_restarted_are_complete():
+    model = build(engine_config(0), 0).double()
+    (prompt,) = random_documents(model.config, [33], 0)
+    core = make_core(model, chunk_tokens=6, max_step_tokens=6, max_running=2)
+    collector = submit(core, "a", prompt, max_new_tokens=0, prompt_logprobs=True)
+    core.step()
+    core.step()
+    core.drop_cache()
+    (completion,) = finish(core, collector)
+    expected = training_logprobs(model, prompt[:1], prompt[1:])
+    assert completion.tokens == ()
+    torch.testing.assert_close(torch.tensor(completion.prompt_logprobs).double(), expected, rtol=0, atol=1e-6)
+
+
 def test_new_weights_are_used_from_the_next_step_on_and_tokens_say_which():
     model = build(engine_config(0), 0).double()
     other = build(engine_config(0), 5).double()

@@ -253,14 +253,15 @@ class EngineCore:
             seq.prompt_logprobs += self.runner.prompt_logprobs(seq, chunk.start, done)
         seq.num_computed = chunk.start + chunk.count
         if seq.num_computed == len(seq.tokens):
+            self._share(seq)
             if seq.max_total == seq.num_prompt:
                 seq.finish = Finish.LENGTH
             elif self._is_constrained(seq, 0):
                 (gained,) = self._verifier.gain([seq], [0], self.runner.last_logits(done))
                 self._extend(seq, gained)
-            self._share(seq)
-        self._draft([seq], done, [chunk.start])
-        self._publish(seq)
+        if seq.id in self._running:
+            self._draft([seq], done, [chunk.start])
+            self._publish(seq)
 
     def _draft(self, sequences: list[Sequence], done: Pass, starts: list[int]) -> None:
         for seq in sequences:

@@ -103,6 +103,8 @@ class Sequence:
 
     def restart(self) -> None:
         """Nothing is computed any more: all rows are made again, the tokens stay."""
+        if len(self.prompt_logprobs) < self.num_prompt - 1:
+            self.prompt_logprobs.clear()
         self.num_computed = 0
         self.drafts, self.draft_laws = (), None
 
