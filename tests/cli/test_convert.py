@@ -65,6 +65,20 @@ def test_a_run_s_snapshots_are_never_the_target(
         assert _contents(store) == before
 
 
+@pytest.mark.parametrize("options", [[], ["--overwrite"], ["--to", "snapshot", "--overwrite"]], ids=str)
+def test_one_snapshot_of_a_run_is_never_the_target_either(
+    checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """It has a config.json, as what may be overwritten has; a run goes on from it, which a checkpoint cannot give."""
+    store = tmp_path / "snapshots"
+    assert main(["convert", str(checkpoint), str(store), "--to", "snapshot"]) == 0
+    snapshot = (store / "step-00000000").rename(store / "step-00000004")
+    before = _contents(store)
+    assert main(["convert", str(checkpoint), str(snapshot), *options]) == 2
+    assert f"{snapshot} is a run's snapshot (it has a manifest.json)" in capsys.readouterr().err
+    assert _contents(store) == before
+
+
 def test_a_store_without_a_whole_snapshot_is_no_source(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

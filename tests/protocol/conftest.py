@@ -7,8 +7,16 @@ import pytest
 from .scripted_server import ScriptedServer
 
 
-@pytest.fixture
-def server() -> Iterator[ScriptedServer]:
-    """A server on a free port that answers what a test tells it to; it has ended after the test."""
+@pytest.fixture(scope="module")
+def running_server() -> Iterator[ScriptedServer]:
+    """A server on a free port; it has ended after the module's tests."""
     with ScriptedServer() as scripted:
         yield scripted
+
+
+@pytest.fixture
+def server(running_server: ScriptedServer) -> ScriptedServer:
+    """The server, that answers what the test tells it to."""
+    running_server.play()
+    running_server.left = 0
+    return running_server

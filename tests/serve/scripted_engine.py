@@ -7,6 +7,7 @@ from typing import Literal
 
 from yunque.protocol.errors import ContextLengthExceeded, EngineUnavailable, Overloaded, RequestError
 from yunque.protocol.generation import (
+    Constraint,
     EngineInfo,
     EngineStats,
     Finish,
@@ -62,6 +63,7 @@ class ScriptedEngine:
         self.version = 1
         self.calls: list[tuple[object, ...]] = []
         """Calls of the policy's life: pause, resume, load_weights, drain."""
+        self.prepared: list[Constraint] = []
         self.fails_after: int | None = None
         """Break down after that many tokens of each reply."""
         self._replies = replies
@@ -86,6 +88,9 @@ class ScriptedEngine:
     @property
     def pages_used(self) -> int:
         return sum(reply.pages for reply in self.live.values())
+
+    async def prepare(self, constraint: Constraint) -> None:
+        self.prepared.append(constraint)
 
     def submit(self, request: GenerationRequest) -> "_Reply":
         if self._is_draining:

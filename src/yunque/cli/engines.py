@@ -31,7 +31,9 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         help="memory for pages, such as 512M or 4G; default: enough for --max-running full contexts, "
         "within half of the free memory",
     )
-    group.add_argument("--max-running", type=int, default=64, metavar="N", help="requests computed at once; default 64")
+    group.add_argument(
+        "--max-running", type=int, default=64, metavar="N", help="requests computed at once; default %(default)s"
+    )
     group.add_argument(
         "--drafts", type=int, metavar="N", help="tokens that the MTP layer drafts (0: none); default: 1 if it has one"
     )

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from yunque import __version__
-from yunque.cli import convert, generate, info, route, serve, train
+from yunque.cli import chat, convert, generate, info, route, serve, train
 from yunque.core import logging
 from yunque.core.errors import Interrupted, YunqueError
 
@@ -26,7 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"yunque {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (train, generate, serve, route, info, convert):
+    for module in (train, generate, chat, serve, route, info, convert):
         module.add_commands(commands)
     return parser
 

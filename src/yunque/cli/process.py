@@ -34,6 +34,20 @@ def tune() -> None:
         mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
 
 
+def allow_many_files() -> None:
+    """As many open files as the system lets this process have: a server needs one for each connection, and shells
+    often start with 1024."""
+    try:
+        import resource
+    except ImportError:
+        return  # not a Unix
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError):
+        return  # a system that states no limit and has one: the soft limit stays
+
+
 def make_console() -> Console:
     """Standard output for tables and progress: a terminal's own width, ``COLUMNS``, or 110 in a file or pipe."""
     from rich.console import Console

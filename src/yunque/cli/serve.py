@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from yunque.cli.engines import add_engine_options, load_engine
-from yunque.cli.process import tune
+from yunque.cli.process import allow_many_files, tune
 from yunque.core.errors import ConfigError
 
 
@@ -32,7 +32,16 @@ def add_commands(commands: Any) -> None:
         help="what clients must present; may be given several times; default: YUNQUE_API_KEY",
     )
     parser.add_argument("--admin-key", metavar="KEY", help="opens the admin routes; default: YUNQUE_ADMIN_KEY")
-    parser.add_argument("--max-queued", type=int, default=256, metavar="N", help="requests that may wait; default 256")
+    parser.add_argument(
+        "--max-concurrent",
+        type=int,
+        default=256,
+        metavar="N",
+        help="requests that the engine has at once, computed or waiting for it; default 256",
+    )
+    parser.add_argument(
+        "--max-queued", type=int, default=256, metavar="N", help="more that may wait before a 429; default 256"
+    )
     parser.add_argument(
         "--drain", type=float, default=30.0, metavar="SECONDS", help="for replies in flight at a stop; default 30"
     )
@@ -44,6 +53,7 @@ def add_commands(commands: Any) -> None:
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until a signal, then drain."""
     tune()
+    allow_many_files()
     try:
         from yunque.serve.app import create_app
         from yunque.serve.run import answer_forever
@@ -55,6 +65,7 @@ def run_serve(args: argparse.Namespace) -> int:
         port=args.port,
         api_keys=tuple(args.api_key or filter(None, [os.environ.get("YUNQUE_API_KEY")])),
         admin_key=args.admin_key or os.environ.get("YUNQUE_ADMIN_KEY"),
+        max_concurrent=args.max_concurrent,
         max_queued=args.max_queued,
         drain_timeout_s=args.drain,
         enable_thinking=not args.no_think,

@@ -265,6 +265,12 @@ class EngineService(Protocol):
     @property
     def info(self) -> EngineInfo: ...
 
+    async def prepare(self, constraint: Constraint) -> None:
+        """Do away from the event loop what ``submit`` would else do on it: compile the grammar of ``constraint``.
+
+        Raises ``RequestError``."""
+        ...
+
     def submit(self, request: GenerationRequest) -> AsyncIterator[TokenDelta]:
         """Queue ``request``; raises ``RequestError`` or ``Overloaded`` at once. The iterator ends after the delta
         with a ``finish``; closing it early aborts the request and frees its pages."""

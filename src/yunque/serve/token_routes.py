@@ -69,6 +69,8 @@ def token_routes(context: ServeContext) -> APIRouter:
             eos_ids=context.renderer.tokenizer.special.eos_ids,
             num_top=fields.logprobs if fields.logprobs and fields.logprobs > 1 else 0,
         )
+        if params.constraint is not None:
+            await context.service.prepare(params.constraint)
         prompt = PlainPrompt(
             tokens,
             session=request.headers.get(SESSION_HEADER),
@@ -137,7 +139,7 @@ class _SglangReply:
         plan = PlainPrompt((), session=session, priority=body.priority or 0, logprobs=wants_prompt)
         prompts = []
         for given in body.prompts(vocab_size=context.service.info.vocab_size):
-            tokens = tuple(await context.encode(given)) if isinstance(given, str) else given
+            tokens = await context.encode_prompt(given, param="text") if isinstance(given, str) else given
             prompts.append(replace(plan, tokens=tokens))
         asked = _SglangReply(body, context, tuple(prompts))
         if len(prompts) * asked._num_choices > MAX_CHOICES:
@@ -151,6 +153,8 @@ class _SglangReply:
             eos_ids=self._context.renderer.tokenizer.special.eos_ids,
             num_top=self._num_top,
         )
+        if params.constraint is not None:
+            await self._context.service.prepare(params.constraint)
         has_special = self._fields.skip_special_tokens is False
         return await Replies.start(
             partial(

@@ -1,5 +1,6 @@
 """Replies of token endpoints read and checked; what contradicts itself is an ``UnusableReply``."""
 
+import math
 from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -7,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from yunque.protocol.errors import RequestError, UnusableReply
 from yunque.protocol.generation import SamplingParams, TopToken
+from yunque.protocol.openai_replies import LOWEST_LOGPROB
 
 TokenId = Annotated[int, Field(ge=0, strict=True)]
 Logprob = Annotated[float, Field(le=1e-3, allow_inf_nan=False)]
@@ -61,6 +63,11 @@ def best_first(pairs: Sequence[tuple[float | None, int]], num_top: int) -> tuple
     """The ``num_top`` best of a place's tokens; those without a number are barred ones."""
     known = [TopToken(token, logprob) for logprob, token in pairs if logprob is not None]
     return tuple(sorted(known, key=lambda top: (-top.logprob, top.token))[:num_top])
+
+
+def unclamped(logprob: float) -> float:
+    """A score as it was before it became JSON, which has no minus infinity."""
+    return -math.inf if logprob <= LOWEST_LOGPROB else logprob
 
 
 def is_idempotent(sampling: SamplingParams) -> bool:

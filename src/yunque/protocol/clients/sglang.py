@@ -20,6 +20,7 @@ from yunque.protocol.clients.replies import (
     refuse,
     refuse_other_scoring,
     require_equal,
+    unclamped,
 )
 from yunque.protocol.clients.settings import HttpSettings
 from yunque.protocol.clients.transport import JsonTransport
@@ -178,7 +179,7 @@ async def score(
     values = [logprob for logprob, _, _ in rows[1:]]
     if any(value is None for value in values):
         raise UnusableReply(f"{server}: input_token_logprobs holds null at {values.index(None) + 1}")
-    return tuple(value for value in values if value is not None)
+    return tuple(unclamped(value) for value in values if value is not None)
 
 
 def completion_of(

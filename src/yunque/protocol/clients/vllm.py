@@ -17,6 +17,7 @@ from yunque.protocol.clients.replies import (
     refuse,
     refuse_other_scoring,
     require_equal,
+    unclamped,
 )
 from yunque.protocol.clients.settings import HttpSettings
 from yunque.protocol.clients.transport import JsonTransport
@@ -152,7 +153,7 @@ class VLLMClient:
         for place, (token, row) in enumerate(zip(tokens[1:], rows[1:], strict=True), start=1):
             if row is None or str(token) not in row:
                 raise UnusableReply(f"vLLM: prompt_logprobs has no entry for token {token} at {place}")
-            found.append(row[str(token)].logprob)
+            found.append(unclamped(row[str(token)].logprob))
         return tuple(found)
 
     async def close(self) -> None:
