@@ -4,13 +4,25 @@ import math
 
 import pytest
 import torch
-from builders import build, draw_config, largest_difference, random_batch, random_documents, run, run_in_steps
+from builders import (
+    build,
+    draw_config,
+    gradients,
+    largest_difference,
+    random_batch,
+    random_documents,
+    run,
+    run_in_steps,
+)
 
 from yunque.model.attention import Attention
 from yunque.model.batch import PackedBatch
-from yunque.model.cache import PackedView
+from yunque.model.cache import PackedView, SequenceCache
 from yunque.model.forward import ForwardMode, Replay, Step
-from yunque.ops.rotary import rotary_phases
+from yunque.model.transformer import Transformer
+from yunque.ops.blockwise.index_kl import index_kl
+from yunque.ops.reference.index_kl import AttentionTarget
+from yunque.ops.rotary import rotary_phases, rotate
 from yunque.ops.visibility import Selection
 
 
@@ -105,3 +117,100 @@ def test_selection_of_another_length_is_attended_to_exactly():
     out = model(batch.tokens_T, PackedView(batch), ForwardMode(trace=True, replay=Replay({0: own, 1: own})))
     alone = torch.cat([run(model, PackedBatch.from_documents([[int(token)]])).hidden_TD for token in batch.tokens_T])
     assert largest_difference(out.hidden_TD, alone) < 1e-5
+
+
+# ---- imposed selections
+
+
+def index_queries(model: Transformer) -> list[int]:
+    """Layers in the order in which their indexers form queries, from now on."""
+    asked: list[int] = []
+    for number, layer in enumerate(model.model.layers):
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.wq_b.register_forward_hook(lambda *_, number=number: asked.append(number))
+    return asked
+
+
+def test_an_imposed_layer_gives_equal_output_and_neither_scores_nor_selects(monkeypatch):
+    """Index queries are formed for the KL loss alone; the layer without an imposed selection goes on choosing."""
+    config = draw_config(7, num_hidden_layers=3, indexer_types=("full", "shared", "full"), index_topk=4)
+    model, batch = build(config, 7), random_batch(config, [30, 9])
+    weights_T = torch.ones(batch.num_tokens)
+    free, asked = run(model, batch, index_loss_T=weights_T), index_queries(model)
+    chosen = free.trace.selections
+    assert torch.equal(run(model, batch, replay=Replay({0: chosen[0]})).hidden_TD, free.hidden_TD)
+    assert asked == [2]
+    monkeypatch.setattr(Attention, "_select", lambda *_: pytest.fail("an imposed layer selects"))
+    everything = Replay({0: chosen[0], 2: chosen[2]})
+    for always_score in (False, True):
+        out = run(model, batch, replay=everything, always_score=always_score)
+        assert torch.equal(out.hidden_TD, free.hidden_TD)
+        assert out.trace.selections == {0: chosen[0], 1: chosen[0], 2: chosen[2]}
+    assert asked == [2]
+    out = run(model, batch, replay=everything, index_loss_T=weights_T)
+    assert asked == [2, 0, 2]
+    assert torch.equal(out.hidden_TD, free.hidden_TD)
+    assert torch.equal(out.side.index_kl, free.side.index_kl)
+
+
+@pytest.mark.parametrize("is_joined", [False, True])
+@torch.no_grad()
+def test_an_imposed_layer_writes_the_index_keys_that_later_tokens_choose_from(is_joined):
+    config = draw_config(3, num_hidden_layers=3, indexer_types=("full", "shared", "full"), index_topk=4)
+    model = build(config, 3).double()
+    tokens = torch.tensor(random_documents(config, [40])[0])
+    if is_joined:
+        model.join_projections()
+    results, replay = [], None
+    for _ in range(2):
+        cache = SequenceCache(config, num_sequences=1, capacity=40, dtype=torch.float64)
+        first = model(tokens[:25], cache.step([25]), ForwardMode(trace=True, replay=replay))
+        second = model(tokens[25:], cache.step([15]), ForwardMode(trace=True))
+        results.append((first, second))
+        replay = Replay(first.trace.selections)
+    free, imposed = results
+    for before, after in zip(free, imposed, strict=True):
+        assert largest_difference(after.hidden_TD, before.hidden_TD) < 1e-12
+        for layer, selection in before.trace.selections.items():
+            assert torch.equal(after.trace.selections[layer].positions_TK, selection.positions_TK)
+
+
+def test_the_kl_of_an_imposed_layer_is_index_kl_over_the_imposed_keys():
+    """A window of the last keys, which no indexer chose; index_kl is called with queries, keys and rows made here."""
+    config = draw_config(4, num_hidden_layers=1, first_k_dense_replace=1, index_topk=4)
+    model, batch = build(config, 4).double(), random_batch(config, [30, 9, 2])
+    weights_T = torch.rand(batch.num_tokens, generator=torch.Generator().manual_seed(0))
+    window_TK = batch.positions_T[:, None] + torch.arange(-3, 1)
+    window_TK = window_TK.masked_fill(window_TK < 0, 99).sort(dim=1).values
+    window = Selection(window_TK.masked_fill(window_TK == 99, -1).int())
+
+    block, view = model.model.layers[0], PackedView(batch)
+    attention, layout = block.self_attn, config.rope_interleave
+    phase = rotary_phases(view.positions_T, width=config.qk_rope_head_dim, theta=config.rope_theta, dtype=torch.float64)
+    x = block.input_layernorm(model.model.embed_tokens(batch.tokens_T))
+    latent = attention.q_a_layernorm(attention.q_a_proj(x))
+    nope, rope = (
+        attention.q_b_proj(latent).unflatten(1, (-1, config.qk_head_dim)).tensor_split([-config.qk_rope_head_dim], -1)
+    )
+    up = attention.kv_b_proj.weight.unflatten(0, (config.num_attention_heads, -1))[:, : config.qk_nope_head_dim]
+    folded = torch.cat((torch.einsum("thn,hnc->thc", nope, up), rotate(rope, phase, interleaved=layout)), -1)
+    low, k_rope = attention.kv_a_proj_with_mqa(x).tensor_split([config.kv_lora_rank], -1)
+    rows = torch.cat((attention.kv_a_layernorm(low), rotate(k_rope[:, None], phase, interleaved=layout)[:, 0]), -1)
+    query, keys = attention.indexer.queries(x, latent, phase), attention.indexer.keys(x, phase)
+    target = AttentionTarget(folded.detach(), rows.detach(), config.qk_head_dim**-0.5)
+    expected = index_kl(
+        query.q_TJd, keys, query.w_TJ, [target], view.visibility, weights_T=weights_T, selection=window
+    ).sum
+    expected.backward()
+    right = gradients(model)
+
+    got = run(model, batch, replay=Replay({0: window}), index_loss_T=weights_T).side.index_kl
+    assert got.item() == pytest.approx(expected.item(), rel=1e-12)
+    got.backward()
+    mine = gradients(model)
+    assert mine.keys() == right.keys()
+    assert all(".indexer." in name for name in mine)
+    for name, gradient in right.items():
+        assert largest_difference(mine[name], gradient) < 1e-12, name
+    chosen = run(model, batch, index_loss_T=weights_T).side.index_kl
+    assert abs(chosen.item() - got.item()) > 1e-2

@@ -80,6 +80,7 @@ GLM_5_2 = {
         ({"n_routed_experts": 7}, "n_routed_experts 7 is not divisible by n_group 2"),
         ({"topk_group": 3}, r"topk_group 3 is outside 1..2 \(n_group\)"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok 5 is outside 1..4 reachable experts"),
+        ({"latent_norm_eps": 0.0}, "latent_norm_eps is 0.0; it must be a number above 0"),
         ({"indexer_types": ("full",)}, "indexer_types has 1 entries for 3 layers"),
         ({"indexer_types": ("shared", "full", "full")}, r"indexer_types\[0\] is 'shared'"),
     ],

@@ -78,6 +78,44 @@ def test_a_wrong_run_is_refused_with_the_file_and_the_valid_choice(tmp_path: Pat
     assert str(error.value).startswith(str(path))
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"steps = ", "not TOML: Invalid value"),
+        (b"name = 'caf\xe9'", "not TOML: 'utf-8' codec can't decode byte 0xe9"),
+        (b"deep = " + b"[" * 100_000, "not TOML: maximum recursion depth exceeded"),
+    ],
+)
+def test_a_file_that_holds_no_tables_is_refused_with_its_name_and_the_reason(
+    tmp_path: Path, content: bytes | None, message: str
+) -> None:
+    path = tmp_path / "run.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_run(path, ["seed=3"])
+    assert str(error.value).startswith(f"{path}: {message}")
+
+
+def test_a_folder_in_place_of_a_run_file_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_run(tmp_path)
+    assert str(error.value) == f"{tmp_path}: cannot be read: Is a directory"
+
+
+def test_what_is_wrong_comes_behind_the_file_and_the_overrides_it_was_read_with(tmp_path: Path) -> None:
+    path = _write(tmp_path, sede=3)
+    wrong = "unknown key 'sede'; did you mean 'seed'"
+    for overrides, source in (
+        ([], f"{path}"),
+        (["seed=4", "stage.*.tokens=256"], f"{path} with seed=4 stage.*.tokens=256"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_run(path, overrides)
+        assert str(error.value).startswith(f"{source}: {wrong}")
+
+
 def test_stages_train_what_they_are_for() -> None:
     run = run_from_mapping(nano_run())
     by_title = {stage.title: stage for stage in run.stage}
@@ -134,7 +172,7 @@ def _full_run() -> dict[str, Any]:
         "mtp_weight": [[0, 0.3], [256, 0.1]],
         "optimizer": {},
     }
-    base["model"] |= {"eos_token_id": [0], "pad_token_id": 0}
+    base["model"] |= {"eos_token_id": [0], "pad_token_id": 0, "latent_norm_eps": 1e-6}
     sources = base["data"]["sources"]
     sources["talks"] = {"kind": "conversations", "path": "talks"}
     sources["table"] = {"kind": "parquet", "path": "table"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from dataclasses import replace
@@ -152,7 +153,7 @@ DISPUTED = [
 
 @pytest.mark.parametrize("is_fp8", [True, False], ids=["stored in FP8", "stored in bfloat16"])
 @pytest.mark.parametrize(("name", "excluded"), DISPUTED)
-def test_what_is_stored_decides_where_file_and_exclusion_list_disagree(tmp_path, name, excluded, is_fp8):
+def test_what_is_stored_decides_where_file_and_exclusion_list_disagree(tmp_path, caplog, name, excluded, is_fp8):
     """ROCm/ATOM#451, sgl-project/sglang-jax#1111: a reader that believed the list took one format for the other."""
     fmt = Fp8Format(excluded=excluded)
     tensors = stored_tensors(random_state(NANO, dtype=torch.bfloat16))
@@ -163,10 +164,15 @@ def test_what_is_stored_decides_where_file_and_exclusion_list_disagree(tmp_path,
         stored[name + "_scale_inv"] = scale
     folder = write_checkpoint(tmp_path / "m", NANO, stored, quantization_config=quantization_config(fmt))
     state = empty_state(NANO)
-    load_tensors(open_checkpoint(folder), state)
+    with caplog.at_level(logging.WARNING):
+        report = load_tensors(open_checkpoint(folder), state)
     loaded, wanted = stored_tensors(state)[name], tensors[name].float()
     assert torch.equal(loaded, wanted if scale is None else dequantise(stored[name], scale, fmt))
     assert torch.equal(loaded, wanted) == (not is_fp8)
+    is_told = is_fp8 and not fmt.quantises(name)
+    note = f"stored in FP8, from which their role or modules_to_not_convert keeps them: 1 ({name})"
+    assert report.notes == ((note,) if is_told else ())
+    assert (note in caplog.text) == is_told
 
 
 @pytest.mark.parametrize(("name", "excluded"), DISPUTED)
@@ -210,12 +216,15 @@ def test_missing_misshapen_and_left_over_scales_are_refused(tmp_path):
     name = "model.layers.1.self_attn.o_proj.weight"
     good = quantised(stored_tensors(random_state(NANO)), Fp8Format())
     scale = name + "_scale_inv"
+    norm, width = "model.norm.weight", NANO.hidden_size
+    vector = rf"FP8 that is no matrix: 1 \({norm} is \[{width}\]\)"
     for number, (changes, message) in enumerate(
         [
             ({scale: None}, f"FP8 without a scale: 1 \\({name}: expected '{scale}'\\)"),
             ({scale: torch.ones(2, 1)}, rf"scale shape: 1 \({scale} is \[2, 1\], expected \[1, 1\]\)"),
             ({scale: torch.ones(1, 1).bfloat16()}, rf"scale dtype: 1 \({scale} is BF16, expected F32\)"),
             ({name: torch.ones(NANO.hidden_size, 24)}, rf"unexpected: 1 \({scale}\)"),
+            ({norm: torch.ones(width).to(E4M3), norm + "_scale_inv": torch.ones(1)}, vector),
         ]
     ):
         tensors = {n: t for n, t in (good | changes).items() if t is not None}

@@ -17,7 +17,15 @@ from sample_checkpoints import NANO, SHARED, empty_state, random_state, same_bit
 from yunque.core.errors import CheckpointError
 from yunque.model.config import ModelConfig
 from yunque.model.names import tensor_specs
-from yunque.weights import load_tensors, open_checkpoint, read_config, save_model
+from yunque.weights import (
+    SnapshotParts,
+    SnapshotStore,
+    load_snapshot,
+    load_tensors,
+    open_checkpoint,
+    read_config,
+    save_model,
+)
 
 
 @st.composite
@@ -163,6 +171,18 @@ def test_overwrite_never_replaces_what_is_no_checkpoint(tmp_path):
         with pytest.raises(CheckpointError, match="is no checkpoint"):
             save_model(target, NANO, random_state(NANO), overwrite=True)
     assert (home / "letter.txt").read_text() == "dear"
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_run_s_snapshot_is_never_the_place_of_a_saved_model(tmp_path, overwrite):
+    """It has a config.json like any checkpoint, and the optimiser's state that a run goes on from beside it."""
+    state = random_state(NANO, seed=1)
+    snapshot = SnapshotStore(tmp_path / "run").save(4, SnapshotParts(NANO, state, {"m": torch.ones(3)}))
+    with pytest.raises(CheckpointError, match=r"step-00000004 is a run's snapshot \(it has a manifest\.json\)"):
+        save_model(snapshot, NANO, random_state(NANO, seed=2), overwrite=overwrite)
+    kept = load_snapshot(snapshot, model=(loaded := empty_state(NANO)))
+    assert same_bits(loaded, state)
+    assert torch.equal(kept.optimizer["m"], torch.ones(3))
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "a/b", "", ".hidden", "config.json"])

@@ -76,21 +76,22 @@ class Attention(nn.Module):
         mode, visibility = step.mode, step.view.visibility
         is_sparse = mode.attention == "sparse"
         has_loss = mode.index_loss_T is not None
-        scores = is_sparse and (visibility.max_visible > self.config.index_topk or mode.always_score)
+        imposed = mode.imposed_selection(self.layer) if is_sparse else None
+        scores = (
+            is_sparse and imposed is None and (visibility.max_visible > self.config.index_topk or mode.always_score)
+        )
         with_keys = self.indexer is not None and (is_sparse or has_loss)
         with_query = with_keys and not reuse and (scores or has_loss)
         projected = self._project(x_TD, step, with_keys=with_keys, with_query=with_query)
         pool_PR = step.view.write(self.layer, "latent", projected.rows_TR)
-        selection, loss = below, None
+        selection, loss = imposed or below, None
         if projected.index_keys_Td is not None:
             keys_Pd = step.view.write(self.layer, "index", projected.index_keys_Td)
             if not reuse:
                 query = projected.index_query
-                selection = self._select(query, keys_Pd, step) if scores and query is not None else None
+                selection = self._select(query, keys_Pd, step) if scores and query is not None else imposed
                 if has_loss:
                     loss = self._index_loss(projected, keys_Pd, pool_PR, selection, step)
-        if is_sparse:
-            selection = mode.imposed_selection(self.layer) or selection
         out_TX = self._attend(projected, pool_PR, visibility, selection).flatten(1)
         return AttentionOutput(self.o_proj(pad_rows(out_TX) if self.invariant else out_TX), selection, loss)
 

@@ -101,9 +101,10 @@ class ModelConfig:
             )
         if self.qk_rope_head_dim % 2:
             raise ConfigError(f"qk_rope_head_dim {self.qk_rope_head_dim} is odd; rotary pairs need an even width")
-        for name in ("rms_norm_eps", "latent_eps", "rope_theta", "routed_scaling_factor", "initializer_range"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be a number above 0")
+        for name in ("rms_norm_eps", "latent_norm_eps", "rope_theta", "routed_scaling_factor", "initializer_range"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be a number above 0")
         if self.index_head_dim < self.qk_rope_head_dim:
             raise ConfigError(f"index_head_dim {self.index_head_dim} is below qk_rope_head_dim {self.qk_rope_head_dim}")
 

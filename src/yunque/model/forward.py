@@ -17,7 +17,11 @@ from yunque.ops.visibility import Selection
 
 @dataclass(frozen=True)
 class Replay:
-    """Choices to impose instead of making them: selections by layer, experts int64 [T, k] by layer."""
+    """Choices to impose instead of making them: selections by layer, experts int64 [T, k] by layer.
+
+    A sparse layer with an imposed selection writes its index keys but chooses nothing; its KL loss, where one is asked
+    for, is over the imposed keys.
+    """
 
     selections: Mapping[int, Selection] = field(default_factory=dict)
     experts: Mapping[int, Tensor] = field(default_factory=dict)
@@ -32,7 +36,7 @@ class ForwardMode:
     dense and without gradient and takes that KL over all visible keys (DSA warm-up). ``balance_document_T`` and
     ``balance_weight_N`` ask for the sequence balance loss. ``always_score`` scores even where every visible key is
     kept anyway. ``checkpoint`` recomputes each layer's activations in the backward pass. ``trace`` records choices
-    and layer outputs.
+    and layer outputs, ``replay`` imposes choices.
     """
 
     attention: Literal["sparse", "dense"] = "sparse"

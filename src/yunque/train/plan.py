@@ -60,10 +60,6 @@ class RunPlan:
     report: ModelReport
     stages: tuple[StagePlan, ...]
 
-    @property
-    def peak_bytes(self) -> int:
-        return max(stage.memory.total for stage in self.stages)
-
 
 def plan(run: RunConfig) -> RunPlan:
     """Resolve every stage of ``run`` from shapes alone: no model is built, no data is read."""

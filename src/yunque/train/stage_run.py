@@ -25,7 +25,8 @@ from yunque.train.stages import Attention
 from yunque.train.state import TrainState
 from yunque.train.step import StepReport
 from yunque.train.workshop import Workshop
-from yunque.weights.snapshots import MANIFEST, SnapshotParts
+from yunque.weights.checkpoint import MANIFEST
+from yunque.weights.snapshots import SnapshotParts
 
 RECORD = "stage.json"
 METRICS = "metrics.jsonl"

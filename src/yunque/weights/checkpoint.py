@@ -15,6 +15,8 @@ from yunque.weights.safetensors_file import Entry, read_header
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+#: What a run's snapshot has beside the files of a checkpoint.
+MANIFEST = "manifest.json"
 #: What belongs to the text side and travels with the weights.
 TEXT_FILES = (
     "tokenizer.json",
@@ -55,6 +57,11 @@ def open_checkpoint(folder: Path | str) -> Checkpoint:
         raise CheckpointError(f"{folder} is not a folder")
     config = _read_table(inside(folder, CONFIG))
     return Checkpoint(folder, config, _entries(folder))
+
+
+def is_snapshot(folder: Path) -> bool:
+    """Whether ``folder`` is one of our snapshots rather than a plain checkpoint."""
+    return (folder / MANIFEST).exists()
 
 
 def read_config(folder: Path | str) -> ModelConfig:

@@ -98,7 +98,7 @@ def match(checkpoint: Checkpoint, target: Mapping[str, Tensor], ignore: Sequence
         raise CheckpointError("\n  ".join([f"{checkpoint.folder} does not fit the model:", *lines]))
     if ignored:
         notes.append(f"ignored as asked: {shorten(ignored)}")
-    notes += _precision_notes(fills)
+    notes += _precision_notes(fills, fp8)
     return Matching(tuple(fills), tuple(copies), fp8, tuple(notes))
 
 
@@ -129,7 +129,9 @@ def _check(fill: Fill, fp8: Fp8Format, problems: _Problems, *, exact: bool) -> N
         problems.add("model must hold in float32", f"{entry.name}, which is {DTYPE_NAMES[view.dtype]} there")
     if exact and entry.dtype != view.dtype:
         problems.add("dtype", f"{entry.name} is {entry.dtype_name}, the model's is {DTYPE_NAMES[view.dtype]}")
-    if entry.dtype == E4M3:
+    if entry.dtype == E4M3 and len(entry.shape) != 2:
+        problems.add("FP8 that is no matrix", f"{entry.name} is {list(entry.shape)}")
+    elif entry.dtype == E4M3:
         if fill.scale is not None and fill.scale.shape != (wanted := fp8.scale_shape(entry.shape)):
             problems.add("scale shape", f"{fill.scale.name} is {list(fill.scale.shape)}, expected {list(wanted)}")
         if fill.scale is not None and fill.scale.dtype != torch.float32:
@@ -172,8 +174,11 @@ def _advice(checkpoint: Checkpoint, problems: _Problems) -> list[str]:
     return advice
 
 
-def _precision_notes(fills: Sequence[Fill]) -> list[str]:
+def _precision_notes(fills: Sequence[Fill], fp8: Fp8Format) -> list[str]:
     notes = []
+    coarse = [f.entry.name for f in fills if f.entry.dtype == E4M3 and not fp8.quantises(f.entry.name)]
+    if coarse:
+        notes.append(f"stored in FP8, from which their role or modules_to_not_convert keeps them: {shorten(coarse)}")
     rounded = [f.entry.name for f in fills if is_router_bias(f.entry.name) and f.entry.dtype.itemsize < 4]
     if rounded:
         notes.append(f"router biases stored below float32, which their spread needs; read as is: {shorten(rounded)}")

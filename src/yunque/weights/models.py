@@ -15,14 +15,14 @@ from yunque.core.logging import get_logger
 from yunque.model.config import ModelConfig
 from yunque.model.names import module_specs
 from yunque.model.transformer import Transformer
-from yunque.weights.checkpoint import Checkpoint, open_checkpoint, text_files
+from yunque.weights.checkpoint import Checkpoint, is_snapshot, open_checkpoint, text_files
 from yunque.weights.load import load_tensors
 from yunque.weights.matching import match
 from yunque.weights.new_folder import new_folder
 from yunque.weights.reader import open_reader
 from yunque.weights.safetensors_file import Pending
-from yunque.weights.save import SHARD_BYTES, refuse_existing, write_config, write_shards
-from yunque.weights.snapshots import SnapshotParts, SnapshotStore, is_snapshot, read_manifest, verify
+from yunque.weights.save import SHARD_BYTES, refuse_existing, refuse_snapshot, write_config, write_shards
+from yunque.weights.snapshots import SnapshotParts, SnapshotStore, read_manifest, verify
 
 FolderKind = Literal["huggingface", "snapshot"]
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -100,6 +100,7 @@ def convert(
     config, files = checkpoint.config, text_files(checkpoint.folder)
     dtype = dtype or stored_dtype(checkpoint)
     if kind == "snapshot":
+        refuse_snapshot(Path(target))
         held = sorted(path.name for path in Path(target).glob("step-*"))
         if held and not (overwrite and held == ["step-00000000"]):
             raise CheckpointError(f"{target} holds snapshots already ({held[-1]}); choose another name")

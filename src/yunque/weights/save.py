@@ -14,7 +14,7 @@ from torch import Tensor
 from yunque.core.errors import CheckpointError
 from yunque.model.config import ModelConfig
 from yunque.model.names import module_specs
-from yunque.weights.checkpoint import CONFIG, INDEX, SINGLE
+from yunque.weights.checkpoint import CONFIG, INDEX, MANIFEST, SINGLE, is_snapshot
 from yunque.weights.layout import checkpoint_views, keeps_fp32
 from yunque.weights.matching import shorten
 from yunque.weights.new_folder import FolderWriter, new_folder
@@ -39,7 +39,7 @@ def save_model(
     ``files`` (tokenizer, chat template) are added by name. ``dtype`` converts tensors as they are written,
     except those that stay float32; without it every bit is kept. The folder appears when all of it is on
     disk; one that exists is refused unless ``overwrite``, which replaces a checkpoint (or an empty folder)
-    and nothing else.
+    and nothing else, no snapshot of a run either.
     """
     folder = refuse_existing(Path(folder), overwrite=overwrite)
     with new_folder(folder) as writer:
@@ -53,11 +53,18 @@ def refuse_existing(folder: Path, *, overwrite: bool) -> Path:
     """The absolute path, or ``CheckpointError`` when something is there that must not be replaced."""
     folder = folder.absolute()
     if folder.exists():
+        refuse_snapshot(folder)
         if not overwrite:
             raise CheckpointError(f"{folder} exists; choose another name or overwrite it")
         if not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG).exists()):
             raise CheckpointError(f"{folder} is no checkpoint (it has no {CONFIG}); it is not overwritten")
     return folder
+
+
+def refuse_snapshot(folder: Path) -> None:
+    """``CheckpointError`` when ``folder`` is a snapshot: a run goes on from it, and nothing is written there."""
+    if is_snapshot(folder):
+        raise CheckpointError(f"{folder} is a run's snapshot (it has a {MANIFEST}); choose another name")
 
 
 def write_model(

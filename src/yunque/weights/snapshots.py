@@ -16,14 +16,13 @@ from yunque.core.errors import CheckpointError, ConfigError, DataError
 from yunque.core.files import read_json, sha256_file
 from yunque.core.logging import get_logger
 from yunque.model.config import ModelConfig
-from yunque.weights.checkpoint import inside, open_checkpoint
+from yunque.weights.checkpoint import MANIFEST, inside, open_checkpoint
 from yunque.weights.load import load_tensors
 from yunque.weights.new_folder import FolderWriter, clean_leftovers, delete_folder, new_folder, survivors
 from yunque.weights.safetensors_file import FileRecord, Pending, read_tensors
 from yunque.weights.save import write_model
 from yunque.weights.trees import Tree, flatten, unflatten
 
-MANIFEST = "manifest.json"
 RUN = "run.toml"
 _FORMAT = "yunque-snapshot"
 _VERSION = 1
@@ -173,11 +172,6 @@ def load_snapshot(snapshot: Path | str, *, model: Mapping[str, Tensor]) -> Snaps
         run_toml=(snapshot / RUN).read_text(encoding="utf-8"),
         metric=manifest.metric,
     )
-
-
-def is_snapshot(folder: Path) -> bool:
-    """Whether ``folder`` is one of our snapshots rather than a plain checkpoint."""
-    return (folder / MANIFEST).exists()
 
 
 def read_manifest(snapshot: Path) -> Manifest:
