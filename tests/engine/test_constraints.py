@@ -2,6 +2,7 @@ import json
 import re
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -413,3 +414,24 @@ def test_a_vocabulary_with_holes_keeps_them_barred():
     assert not mask[[300, 301]].any()
     assert mask[299]
     assert not matcher.accept(300)
+
+
+def test_threads_compile_at_once_and_none_waits_for_another():
+    """A known grammar is found at once while other threads compile costly ones."""
+    constraints = Constraints(TOKENIZER)
+    constraints.compile(JsonConstraint({"type": "object"}), after_reasoning=False)
+
+    def wide(number: int) -> dict[str, Any]:
+        return {"type": "object", "properties": {f"p{number}_{i}": {"type": "string"} for i in range(300)}}
+
+    with ThreadPoolExecutor(4) as pool:
+        costly = [pool.submit(constraints.compile, JsonConstraint(wide(n)), after_reasoning=False) for n in range(40)]
+        longest_s, asked = 0.0, 0
+        while not all(task.done() for task in costly):
+            begin_s = time.perf_counter()
+            constraints.compile(JsonConstraint({"type": "object"}), after_reasoning=False)
+            longest_s, asked = max(longest_s, time.perf_counter() - begin_s), asked + 1
+        assert all(isinstance(task.result(), Matcher) for task in costly)
+    assert asked > 40
+    assert longest_s < 0.3
+    assert len(constraints._grammars) <= 32

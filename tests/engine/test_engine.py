@@ -18,7 +18,8 @@ from yunque.engine.engine import Reply
 from yunque.model.generate import Sampling, generate
 from yunque.model.transformer import Transformer
 from yunque.protocol.errors import EngineUnavailable, Overloaded, RequestError
-from yunque.protocol.generation import Finish
+from yunque.protocol.generation import Finish, JsonConstraint
+from yunque.text import train_bpe
 from yunque.weights import save_model
 
 GREEDY = SamplingParams(temperature=0, max_new_tokens=12)
@@ -241,3 +242,38 @@ def test_loading_sizes_the_cache_and_says_so(tmp_path, caplog):
         assert "bytes a token" in caplog.text
     with pytest.raises(ValueError, match="fewer than max_model_len 256"):
         Engine.load(folder, cache_bytes=10_000)
+
+
+def test_a_constraint_is_prepared_beside_the_event_loop_and_then_submitted_at_once():
+    tokenizer = train_bpe(["the page of a tree " * 20], 400)
+    model = build(engine_config(0, vocab_size=tokenizer.vocab_size), 0)
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "pattern": "^a{1,30}$"} for i in range(500)}}
+    sampling = SamplingParams(max_new_tokens=1, constraint=JsonConstraint(schema))
+
+    async def run(engine: Engine) -> tuple[float, float, float]:
+        await engine.prepare(JsonConstraint({}))
+        loop, gaps = asyncio.get_running_loop(), [0.0]
+
+        async def tick() -> None:
+            while True:
+                begin_s = loop.time()
+                await asyncio.sleep(0.001)
+                gaps.append(loop.time() - begin_s)
+
+        ticking = asyncio.ensure_future(tick())
+        begin_s = loop.time()
+        await engine.prepare(JsonConstraint(schema))
+        compile_s = loop.time() - begin_s
+        ticking.cancel()
+        begin_s = loop.time()
+        reply = engine.submit(GenerationRequest("a", (1, 2), sampling))
+        submit_s = loop.time() - begin_s
+        await reply.aclose()
+        with pytest.raises(RequestError, match="compiled"):
+            await engine.prepare(JsonConstraint({"type": "no such type"}))
+        return compile_s, max(gaps), submit_s
+
+    with Engine(model, EngineSettings(page_size=4), num_pages=64, tokenizer=tokenizer) as engine:
+        compile_s, gap_s, submit_s = asyncio.run(run(engine))
+    assert gap_s < compile_s / 2, "the loop went on while the grammar was compiled"
+    assert submit_s < compile_s / 2, "and the grammar was there"
