@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cached_property
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -193,7 +194,8 @@ class Matcher:
 
 
 class Constraints:
-    """Compiles constraints for one tokenizer and keeps what is costly: its tokens as a tree, recent grammars.
+    """Compiles constraints for one tokenizer and keeps what is costly: its tokens as a tree, recent grammars. Threads
+    may compile at once; none waits for another.
 
     ``stop_ids`` are what ends a reply; None means the GLM tokens that do, as far as the vocabulary has them.
     ``<|observation|>`` then ends only a reply with tool calls, the others only one without.
@@ -204,6 +206,7 @@ class Constraints:
         found = {tokenizer.find(token) for token in _ENDS} if stop_ids is None else set(stop_ids)
         self._ends = frozenset(token for token in found if token is not None)
         self._grammars: OrderedDict[str, Any] = OrderedDict()
+        self._touching = Lock()
 
     def compile(self, constraint: Constraint, *, after_reasoning: bool) -> Matcher:
         """A matcher at the start of a reply.
@@ -287,21 +290,27 @@ class Constraints:
                 param="constraint",
             )
         key = f"{kind} {text}"
-        if key not in self._grammars:
-            matcher = self._library.LLMatcher
-            grammar = getattr(matcher, f"grammar_from_{kind}")(text)
-            limits = self._library.LLParserLimits(**_LIMITS)
-            compiled = matcher(self._tokens, grammar, log_level=0, limits=limits)
-            trial = compiled.deep_copy()
-            trial.compute_bitmask()  # also finds a grammar that admits nothing
-            if trial.is_error():
-                reason = _reason(trial.get_error())
-                raise RequestError(f"the constraint cannot be compiled: {reason}", param="constraint")
+        with self._touching:
+            known = self._grammars.get(key)
+        compiled = self._new_grammar(kind, text) if known is None else known
+        with self._touching:
             self._grammars[key] = compiled
+            self._grammars.move_to_end(key)
             if len(self._grammars) > _CACHED_GRAMMARS:
                 self._grammars.popitem(last=False)
-        self._grammars.move_to_end(key)
-        return self._grammars[key]
+        return compiled
+
+    def _new_grammar(self, kind: str, text: str) -> Any:
+        matcher = self._library.LLMatcher
+        grammar = getattr(matcher, f"grammar_from_{kind}")(text)
+        limits = self._library.LLParserLimits(**_LIMITS)
+        compiled = matcher(self._tokens, grammar, log_level=0, limits=limits)
+        trial = compiled.deep_copy()
+        trial.compute_bitmask()  # also finds a grammar that admits nothing
+        if trial.is_error():
+            reason = _reason(trial.get_error())
+            raise RequestError(f"the constraint cannot be compiled: {reason}", param="constraint")
+        return compiled
 
     @cached_property
     def _library(self) -> Any:

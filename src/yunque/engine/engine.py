@@ -23,6 +23,7 @@ from yunque.model.transformer import Transformer
 from yunque.protocol.errors import EngineUnavailable, Overloaded, RequestError
 from yunque.protocol.generation import (
     Completion,
+    Constraint,
     EngineInfo,
     EngineStats,
     Finish,
@@ -140,6 +141,10 @@ class Engine:
         finally:
             await reply.aclose()
         return _whole(deltas, request)
+
+    async def prepare(self, constraint: Constraint) -> None:
+        """See ``EngineService.prepare``."""
+        await asyncio.to_thread(self._core.intake.compile, constraint)
 
     def submit(self, request: GenerationRequest) -> Reply:
         """See ``EngineService.submit``; call it inside an event loop."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import count
-from threading import Lock
 
 from yunque.core.seeds import Seeds
 from yunque.engine.constraints import Constraints, Matcher, ends_in_thought
@@ -14,7 +13,7 @@ from yunque.engine.settings import EngineSettings
 from yunque.engine.stops import StopWatch
 from yunque.model.config import ModelConfig
 from yunque.protocol.errors import ContextLengthExceeded, RequestError
-from yunque.protocol.generation import GenerationRequest
+from yunque.protocol.generation import Constraint, GenerationRequest
 from yunque.text import Tokenizer
 
 
@@ -31,7 +30,6 @@ class Intake:
         #: The most tokens, prompt and reply, that a request can have.
         self.max_model_len = min(wanted, config.max_position_embeddings, num_pages * settings.page_size)
         self._constraints = None if tokenizer is None else Constraints(tokenizer)
-        self._compiling = Lock()
         self._seeds = Seeds(settings.seed)
         self._numbers = count(1)
 
@@ -83,10 +81,14 @@ class Intake:
             matcher=matcher,
         )
 
+    def compile(self, constraint: Constraint) -> None:
+        """Have the grammar of ``constraint`` at hand when ``prepare`` needs it. Raises ``RequestError``."""
+        if self._constraints is not None:
+            self._constraints.compile(constraint, after_reasoning=False)
+
     def _matcher(self, request: GenerationRequest) -> Matcher | None:
         constraint = request.sampling.constraint
         if constraint is None or self._constraints is None or self._tokenizer is None:
             return None
         is_thinking = ends_in_thought(request.tokens, self._tokenizer)
-        with self._compiling:
-            return self._constraints.compile(constraint, after_reasoning=is_thinking)
+        return self._constraints.compile(constraint, after_reasoning=is_thinking)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
@@ -16,6 +17,10 @@ from yunque.protocol.http_errors import HttpProblem, problem, problem_of
 from yunque.protocol.openai import dump
 
 logger = logging.getLogger(__name__)
+
+MAX_CONTAINERS = 100_000
+"""Arrays and objects that a body may have. Reading millions of them takes seconds in which nothing else goes on."""
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 
 ANTHROPIC_PATHS = ("/v1/messages",)
 """Paths (and all below them) whose errors have Anthropic's shape."""
@@ -71,6 +76,8 @@ def strict_json(body: bytes) -> Any:
         text = body.decode("utf-8")
     except UnicodeDecodeError as error:
         raise HTTPException(400, f"the body is not UTF-8: byte {error.start} is {body[error.start]:#04x}") from error
+    if _num_openings(text) > MAX_CONTAINERS and _num_openings(_STRING.sub("", text)) > MAX_CONTAINERS:
+        raise HTTPException(400, f"the body has more than {MAX_CONTAINERS} arrays and objects")
     try:
         value = parse_json(text)
         if "\\u" in text:
@@ -82,6 +89,10 @@ def strict_json(body: bytes) -> Any:
     except ValueError as error:
         raise HTTPException(400, f"the body is not JSON: {error}") from error
     return value
+
+
+def _num_openings(text: str) -> int:
+    return text.count("[") + text.count("{")
 
 
 def install_error_handlers(app: FastAPI) -> None:

@@ -89,6 +89,8 @@ async def _read(body: CompletionRequest, context: ServeContext, *, session: str 
         eos_ids=context.renderer.tokenizer.special.eos_ids,
         num_top=body.logprobs or 0,
     )
+    if sampling.constraint is not None:
+        await context.service.prepare(sampling.constraint)
     plan = PlainPrompt(
         (),
         session=session or body.prompt_cache_key,
@@ -97,7 +99,7 @@ async def _read(body: CompletionRequest, context: ServeContext, *, session: str 
     )
     prompts = []
     for prompt in given:
-        tokens = tuple(await context.encode(prompt)) if isinstance(prompt, str) else prompt
+        tokens = await context.encode_prompt(prompt, param="prompt") if isinstance(prompt, str) else prompt
         prompts.append(replace(plan, tokens=tokens))
     return _Asked(body, context, tuple(prompts), sampling)
 

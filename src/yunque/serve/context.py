@@ -1,11 +1,11 @@
 """What the routes of one server share."""
 
-import asyncio
 from dataclasses import dataclass
+from functools import partial
 
 from yunque.protocol.generation import EngineService
 from yunque.protocol.http_errors import HttpError, problem
-from yunque.serve.conversation import THREAD_ABOVE_CHARS, Conversations
+from yunque.serve.conversation import Conversations
 from yunque.serve.metrics import ServerMetrics
 from yunque.serve.settings import ServeSettings
 from yunque.text import Renderer
@@ -38,7 +38,11 @@ class ServeContext:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     async def encode(self, text: str) -> list[int]:
-        """The ids of trusted text, in which a special token's spelling means that token. A long text is encoded in a
-        thread, so that the event loop goes on."""
-        encode = self.renderer.tokenizer.encode_with_special
-        return await asyncio.to_thread(encode, text) if len(text) > THREAD_ABOVE_CHARS else encode(text)
+        """The ids of trusted text, in which a special token's spelling means that token."""
+        encode = partial(self.renderer.tokenizer.encode_with_special, text)
+        return await self.conversations.long_texts.run(encode, len(text))
+
+    async def encode_prompt(self, text: str, *, param: str) -> tuple[int, ...]:
+        """The same for a prompt: ``ContextLengthExceeded`` for a text that is far too long."""
+        self.conversations.long_texts.check_fits(len(text), self.service.info.max_model_len, param=param)
+        return tuple(await self.encode(text))

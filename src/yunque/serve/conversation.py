@@ -8,7 +8,6 @@ A dialect reads its request into a ``ChatTurn``; then::
         async for step in steps: ...                    # or: whole = await collect(steps)
 """
 
-import asyncio
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,7 @@ from yunque.protocol.generation import (
     SamplingParams,
     ToolConstraint,
 )
+from yunque.serve.long_texts import LongTexts
 from yunque.serve.turn_reader import CallEnd, CallStart, CallVoid, TurnEvent, TurnReader
 from yunque.serve.turn_steps import FinishedTurn, TurnEnd, TurnObserver, TurnStep, TurnSteps, Usage, collect
 from yunque.text import ReasoningDelta, Rendered, Renderer, TemplateKwargs, TextDelta, ToolCallDelta
@@ -53,8 +53,6 @@ __all__ = [
     "collect",
 ]
 
-THREAD_ABOVE_CHARS = 4_000
-"""Longer conversations are rendered in a thread, so that the event loop goes on serving others."""
 BARRED = -1e9
 """The logit bias of a token that must not be sampled."""
 
@@ -102,6 +100,7 @@ class Conversations:
     def __init__(self, service: EngineService, renderer: Renderer, observer: TurnObserver | None = None) -> None:
         self.service = service
         self.renderer = renderer
+        self.long_texts = LongTexts(renderer.tokenizer)
         self._observer = observer
         self.live: WeakValueDictionary[str, TurnSteps] = WeakValueDictionary()
         """Replies that may still run, by request id: where an abort finds them."""
@@ -109,6 +108,8 @@ class Conversations:
     async def prepare(self, chat: ChatTurn) -> PreparedTurn:
         """Render a chat and complete its sampling settings. Raises ``RequestError`` for what cannot be asked."""
         constraint, bias = self._constraint(chat)
+        size = sum(len((message.content or "").strip()) for message in chat.messages)
+        self.long_texts.check_fits(size, self.service.info.max_model_len, param="messages")
         rendered = await self.render(chat)
         prompt = rendered.tokens
         if len(prompt) >= self.service.info.max_model_len:
@@ -117,6 +118,8 @@ class Conversations:
                 f"{self.service.info.max_model_len}: no reply fits",
                 param="messages",
             )
+        if constraint is not None:
+            await self.service.prepare(constraint)
         special = self.renderer.tokenizer.special
         sampling = replace(
             chat.sampling,
@@ -140,7 +143,7 @@ class Conversations:
                 add_generation_prompt=add_generation_prompt,
                 **options,
             )
-            return await asyncio.to_thread(render) if size > THREAD_ABOVE_CHARS else render()
+            return await self.long_texts.run(render, size)
         except TemplateError as error:
             param = "chat_template_kwargs" if chat.messages else "messages"
             raise RequestError(str(error), param=param) from error

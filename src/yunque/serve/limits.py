@@ -1,6 +1,7 @@
 """How much a server takes on: the size and arrival time of bodies, and the replies made and waiting at once."""
 
 import asyncio
+import math
 from collections import deque
 
 from starlette.datastructures import Headers
@@ -25,11 +26,14 @@ GENERATION_PATHS = frozenset(
 
 class LimitBody:
     """ASGI middleware: a body over the limit is answered 413 when its header says so, or as soon as it has grown over
-    it; one that does not arrive in time 408."""
+    it; one that does not arrive in time 408. All bodies of requests in progress, queued ones too, share a limit: what
+    exceeds that is answered 429."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app = app
         self._limit = settings.body_limit_bytes
+        self._room = settings.bodies_limit_bytes
+        self._retry_after_s = settings.retry_after_s
         self._timeout_s = settings.body_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -55,13 +59,25 @@ class LimitBody:
                     message = await receive()
             except TimeoutError:
                 raise HTTPException(408, f"the body did not arrive within {self._timeout_s:g} s") from None
-            size += len(message.get("body", b""))
+            part = len(message.get("body", b""))
+            size += part
+            self._room -= part
             is_whole = not message.get("more_body", False)
             if size > self._limit:
                 raise HTTPException(413, self._text(), {"connection": "close"})
+            if self._room < 0:
+                raise self._crowded()
             return message
 
-        await self._app(scope, limited, send)
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            self._room += size
+
+    def _crowded(self) -> HTTPException:
+        retry_after_s = str(max(1, math.ceil(self._retry_after_s)))
+        headers = {"connection": "close", "retry-after": retry_after_s}
+        return HTTPException(429, "the bodies in progress fill the memory set aside; try again later", headers)
 
     def _text(self) -> str:
         return f"the body is larger than {self._limit} bytes"

@@ -105,7 +105,7 @@ class CountRequests:
             await self._app(scope, receive, send)
             return
         begin_s = time.monotonic()
-        status = 500
+        status = 499  # unless something is sent: the client left before
 
         async def watch(message: Message) -> None:
             nonlocal status
@@ -116,6 +116,9 @@ class CountRequests:
         self._metrics.request_began()
         try:
             await self._app(scope, receive, watch)
+        except Exception:
+            status = 500
+            raise
         finally:
             path = scope["path"] if scope["path"] in GENERATION_PATHS else "(no route)"
             route = getattr(scope.get("route"), "path", path)

@@ -8,6 +8,8 @@ from yunque.protocol.generation import Finish
 from yunque.protocol.http_errors import HttpError, engine_failed
 from yunque.serve.conversation import FinishedTurn, TurnStep, TurnSteps, collect
 
+MAX_AHEAD = 64
+"""Steps that are read before a slow client takes them."""
 NumberedStep = tuple[int, TurnStep]
 
 
@@ -46,11 +48,13 @@ class Replies:
     async def __aiter__(self) -> AsyncGenerator[NumberedStep, None]:
         """The steps of all replies, in the order in which they come."""
         queue: asyncio.Queue[NumberedStep | int] = asyncio.Queue()
+        room = asyncio.Semaphore(MAX_AHEAD)
 
         async def pump(index: int, steps: TurnSteps) -> None:
             try:
                 async for step in steps:
                     queue.put_nowait((index, step))
+                    await room.acquire()
             finally:
                 queue.put_nowait(index)
 
@@ -63,6 +67,7 @@ class Replies:
                     num_live -= 1
                     await self._readers[item]
                 else:
+                    room.release()
                     yield item
         finally:
             await self._stop_reading()

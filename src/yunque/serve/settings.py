@@ -12,7 +12,9 @@ class ServeSettings:
 
     ``api_keys``: one of them must come with every request (none: everybody is answered, on loopback only).
     ``admin_key`` opens the admin routes; without one they are closed. ``max_concurrent`` replies are made at once,
-    ``max_queued`` more requests wait, the next one is answered 429. A body must arrive within ``body_timeout_s``.
+    ``max_queued`` more requests wait, the next one is answered 429. A body must arrive within ``body_timeout_s``;
+    all bodies together may take ``bodies_limit_bytes``, the next one is answered 429. A client that takes nothing of
+    its reply for ``send_timeout_s`` is cut off (Linux).
     A stop signal drains: replies in flight get ``drain_timeout_s`` to end, then they are handed back as they are.
     ``accepts_any_model`` answers requests for other model names too.
     """
@@ -22,7 +24,9 @@ class ServeSettings:
     api_keys: tuple[str, ...] = ()
     admin_key: str | None = None
     body_limit_bytes: int = 32 * 2**20
+    bodies_limit_bytes: int = 512 * 2**20
     body_timeout_s: float = 60.0
+    send_timeout_s: float = 60.0
     max_concurrent: int = 256
     max_queued: int = 256
     retry_after_s: float = 1.0
@@ -35,7 +39,15 @@ class ServeSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port < 65536:
             raise ConfigError(f"port {self.port} is not between 0 and 65535")
-        for name in ("body_limit_bytes", "body_timeout_s", "max_concurrent", "keep_alive_s", "ping_interval_s"):
+        for name in (
+            "body_limit_bytes",
+            "bodies_limit_bytes",
+            "body_timeout_s",
+            "send_timeout_s",
+            "max_concurrent",
+            "keep_alive_s",
+            "ping_interval_s",
+        ):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be above 0")
         for name in ("max_queued", "retry_after_s", "drain_timeout_s"):

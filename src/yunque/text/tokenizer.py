@@ -80,6 +80,12 @@ class Tokenizer:
         return max(self._engine.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
+    def longest_token_bytes(self) -> int:
+        """Bytes of the longest token: ``n`` tokens hold at most ``n`` times as many."""
+        added = (len(token["content"].encode()) for token in self._added.values())
+        return max(*added, *map(len, self._engine.get_vocab(with_added_tokens=False)))
+
+    @cached_property
     def added_ids(self) -> frozenset[int]:
         """The ids of the added tokens (role markers, tags, and others), which no ordinary text is encoded to."""
         return frozenset(self._added)
