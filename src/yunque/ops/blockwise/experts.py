@@ -34,7 +34,11 @@ def routed_experts(
     order_N = expert_Tk.flatten().argsort(stable=True)
     counts_E = torch.bincount(expert_Tk.flatten(), minlength=gate_up_EXD.shape[0])
     rows_ND = x_TD.index_select(0, order_N // per_token)
-    sorted_experts = _grouped if not invariant and _is_groupable(x_TD, down_EDI) else _one_by_one
+    if invariant or not _is_groupable(x_TD, down_EDI):
+        sorted_experts = _one_by_one
+    else:
+        is_inference = x_TD.device.type == "cpu" and not torch.is_grad_enabled()
+        sorted_experts = _only_chosen if is_inference else _grouped
     out_ND = sorted_experts(rows_ND, counts_E, gate_up_EXD, down_EDI)
     # Back in the token's own order of experts, the weighted sum is one small product per token.
     rank_N = torch.empty_like(order_N).scatter_(0, order_N, torch.arange(len(order_N), device=order_N.device))
@@ -75,6 +79,23 @@ def _grouped(rows_ND: Tensor, counts_E: Tensor, gate_up_EXD: Tensor, down_EDI: T
     ends_E = counts_E.cumsum(0).to(torch.int32)
     gate, up = F.grouped_mm(rows_ND, gate_up_EXD.transpose(1, 2), offs=ends_E).chunk(2, dim=-1)
     return F.grouped_mm(F.silu(gate) * up, down_EDI.transpose(1, 2), offs=ends_E)
+
+
+def _only_chosen(rows_ND: Tensor, counts_E: Tensor, gate_up_EXD: Tensor, down_EDI: Tensor) -> Tensor:
+    """A product for each expert that somebody chose, into one tensor: on a CPU a grouped product is a slower loop."""
+    spans, begin = [], 0
+    for expert, count in enumerate(counts_E.tolist()):
+        if count:
+            spans.append((expert, slice(begin, begin + count)))
+            begin += count
+    gate_up_NX = rows_ND.new_empty((len(rows_ND), gate_up_EXD.shape[1]))
+    for expert, span in spans:
+        torch.mm(rows_ND[span], gate_up_EXD[expert].t(), out=gate_up_NX[span])
+    gate, up = gate_up_NX.chunk(2, dim=-1)
+    inner_NI, out_ND = F.silu(gate) * up, torch.empty_like(rows_ND)
+    for expert, span in spans:
+        torch.mm(inner_NI[span], down_EDI[expert].t(), out=out_ND[span])
+    return out_ND
 
 
 def _one_by_one(rows_ND: Tensor, counts_E: Tensor, gate_up_EXD: Tensor, down_EDI: Tensor) -> Tensor:
