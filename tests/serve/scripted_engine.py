@@ -43,9 +43,8 @@ class ScriptedEngine:
 
     Log-probability of the i-th token of a reply is ``-(i + 1) / 8``, the model's own ``-(i + 1) / 4``; the prompt's
     i-th ``-i / 16``. The best tokens at a place are the sampled one and then ids from 0 on; the kept set is the sampled
-    one. A request holds pages of
-    prompt and reply until its iterator ends or is closed. ``requests`` keeps all that was asked. ``decode`` turns
-    ids into text where stop strings are to be honoured.
+    one. A request holds pages of prompt and reply until its iterator ends or is closed. A resumed reply goes on in its
+    script. ``requests`` keeps all that was asked. ``decode`` turns ids into text where stop strings are to be honoured.
     """
 
     def __init__(
@@ -66,6 +65,8 @@ class ScriptedEngine:
         self.prepared: list[Constraint] = []
         self.fails_after: int | None = None
         """Break down after that many tokens of each reply."""
+        self.hands_back_after: int | None = None
+        """Give up every reply after that many tokens, as an engine does that drains."""
         self._replies = replies
         self._is_paused = False
         self._is_draining = False
@@ -172,7 +173,9 @@ class _Reply:
         self._engine = engine
         self._request = request
         self._script = script
-        self._made: list[int] = []
+        self._start = request.num_prompt
+        self._made: list[int] = list(request.tokens[self._start :])
+        self._num_resumed = len(self._made)
         self.is_handed_back = False
 
     def __aiter__(self) -> "_Reply":
@@ -181,7 +184,7 @@ class _Reply:
     @property
     def pages(self) -> int:
         size = self._engine.settings.page_size
-        return -(-(len(self._request.tokens) + len(self._made)) // size)
+        return -(-(self._start + len(self._made)) // size)
 
     async def __anext__(self) -> TokenDelta:
         engine = self._engine
@@ -207,11 +210,14 @@ class _Reply:
 
     def _step(self) -> TokenDelta:
         engine, sampling, begin = self._engine, self._request.sampling, len(self._made)
-        if self.is_handed_back:
+        limit = engine.hands_back_after
+        if self.is_handed_back or (limit is not None and begin >= limit):
             return self._delta(begin, Finish.PARTIAL)
-        room = engine.settings.max_model_len - len(self._request.tokens)
+        room = engine.settings.max_model_len - self._start
         limit = room if sampling.max_new_tokens is None else min(room, sampling.max_new_tokens)
-        if limit == 0:
+        if self._made and begin == self._num_resumed and self._made[-1] in sampling.stop_ids:
+            return replace(self._delta(begin, Finish.STOP), stopped_by=self._made[-1])
+        if begin >= limit:
             return self._delta(begin, Finish.LENGTH)
         for token in self._script[begin : begin + engine.settings.chunk]:
             if engine.fails_after is not None and len(self._made) >= engine.fails_after:
@@ -238,7 +244,8 @@ class _Reply:
         places = range(begin, len(self._made))
         tokens = tuple(self._made[begin:])
         num_top = self._request.sampling.num_top
-        prompt = tuple(-place / 16 for place in range(1, len(self._request.tokens)))
+        prompt = tuple(-place / 16 for place in range(1, self._start))
+        is_first = begin == self._num_resumed
         return TokenDelta(
             tokens=tokens,
             logprobs=tuple(-(place + 1) / 8 for place in places),
@@ -251,8 +258,8 @@ class _Reply:
             finish=finish,
             drafted=self._engine.settings.drafted if finish else 0,
             accepted=self._engine.settings.accepted if finish else 0,
-            cached_tokens=len(self._request.tokens) // 2 if begin == 0 else None,
-            prompt_logprobs=prompt if begin == 0 and self._request.prompt_logprobs else None,
+            cached_tokens=len(self._request.tokens) // 2 if is_first else None,
+            prompt_logprobs=prompt if is_first and self._request.prompt_logprobs else None,
         )
 
     @staticmethod

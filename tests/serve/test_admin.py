@@ -25,7 +25,8 @@ def test_pause_resume_load_and_hashes_reach_the_engine(renderer: Renderer) -> No
     body = {"version": 7, "source": "folder", "keep_cache": True}
     assert served.post("/admin/load_weights", body, headers=KEY).json() == {"version": 7}
     assert served.post("/admin/resume", headers=KEY).json() == {"paused": False}
-    assert served.call("GET", "/health").json() == {"status": "ok", "model": "scripted", "version": 7}
+    health = {"status": "ok", "model": "scripted", "version": 7, "resumes": True}
+    assert served.call("GET", "/health").json() == health
     hashes = served.call("GET", "/admin/weight_hashes", headers=KEY).json()
     assert (hashes["version"], {len(value) for value in hashes["sha256"].values()}) == (7, {64})
     assert served.engine.calls == [("pause", "abort"), ("load_weights", 7, "folder", True), ("resume",)]

@@ -138,6 +138,8 @@ def test_tool_choices_become_constraints_and_barred_tokens(renderer: Renderer) -
     assert seen["auto"].sampling.stop_ids == frozenset(renderer.tokenizer.special.eos_ids)
     run_turn(engine, renderer, ChatTurn(USER, tools, parallel_tool_calls=False))
     assert engine.requests[-1].sampling.constraint == ToolConstraint(tools, parallel=False)
+    run_turn(engine, renderer, ChatTurn(USER, tools, output=JsonConstraint()))
+    assert engine.requests[-1].sampling.constraint == ToolConstraint(tools, output=JsonConstraint())
 
 
 def test_what_cannot_be_asked_is_a_request_error_naming_the_field(renderer: Renderer) -> None:
@@ -145,7 +147,6 @@ def test_what_cannot_be_asked_is_a_request_error_naming_the_field(renderer: Rend
     cases = [
         (ChatTurn(USER, tool_choice=ToolChoice("required")), "tool_choice"),
         (ChatTurn(USER, (WEATHER,), ToolChoice("named", "get_wether")), "tool_choice"),
-        (ChatTurn(USER, (WEATHER,), output=JsonConstraint()), "response_format"),
         (ChatTurn(USER, template={"thinking": True}), "chat_template_kwargs"),
         (ChatTurn(()), "messages"),
         (ChatTurn((Message("user", "\ud800"),)), "messages"),

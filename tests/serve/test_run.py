@@ -18,7 +18,7 @@ from yunque.serve.run import Server
 from yunque.serve.settings import ServeSettings
 from yunque.text import Renderer
 
-from .servers import serve
+from .servers import listening, serve
 
 PROGRAM = """
     import asyncio, importlib.util, sys
@@ -97,6 +97,16 @@ def test_an_idle_server_ends_at_once() -> None:
             running.send_signal(signal.SIGINT)
             assert running.wait(timeout=10) == 0
         assert time.monotonic() - begin_s < 3
+
+
+def test_small_answers_are_not_held_back_by_nagle_s_delay(renderer: Renderer) -> None:
+    with listening(serve(renderer, "x<|user|>")) as url, httpx.Client(base_url=url) as client:
+        seconds = []
+        for _ in range(21):
+            begin_s = time.perf_counter()
+            assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+            seconds.append(time.perf_counter() - begin_s)
+    assert sorted(seconds)[10] < 0.035, "every other request of a connection would wait 40 ms"
 
 
 def test_a_port_that_is_taken_is_named(renderer: Renderer) -> None:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from yunque.core.errors import DataError, TemplateError
 from yunque.core.records import ToolSpec
 from yunque.engine.tool_grammar import call_grammar
+from yunque.engine.vocabulary import Vocabulary
 from yunque.protocol.errors import RequestError
 from yunque.protocol.generation import Constraint, JsonConstraint, RegexConstraint, ToolConstraint
 from yunque.text import SpecialTokens, Tokenizer
@@ -48,6 +49,7 @@ class _Phase(Enum):
     CALL = auto()
     AFTER_CALL = auto()
     BODY = auto()
+    BODY_OR_CALL = auto()
     ENDED = auto()
 
 
@@ -66,12 +68,21 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Plan:
-    """A compiled constraint. ``grammar`` is the state before its first token; matchers work on copies."""
+    """A compiled constraint. ``call`` and ``body`` are grammars before their first tokens; matchers work on copies.
+    ``tool_call`` opens a call where there could be a body."""
 
     places: Mapping[_Phase, _Place]
-    grammar: Any
     ends: frozenset[int]
     vocab_size: int
+    call: Any = None
+    body: Any = None
+    tool_call: int | None = None
+
+    def grammar(self, phase: _Phase) -> Any:
+        """What a phase begins with; None if it has no grammar."""
+        if phase in (_Phase.BODY, _Phase.BODY_OR_CALL):
+            return _copy(self.body)
+        return _copy(self.call) if phase is _Phase.CALL else None
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ class Matcher:
         self._num_tokens = 0
         self._left: list[_Left] = []
         self._phase = phase
-        self._grammar: Any = plan.grammar.deep_copy() if phase is _Phase.BODY else None
+        self._grammar: Any = plan.grammar(phase)
 
     def mask(self) -> NDArray[np.bool_] | None:
         """The tokens that may come next [V], not to be written to; None if every token may.
@@ -104,21 +115,29 @@ class Matcher:
         bits = np.frombuffer(self._grammar.compute_bitmask(), np.uint8)
         self._check()
         allowed_V = np.unpackbits(bits, count=self._plan.vocab_size, bitorder="little").view(np.bool_)
-        if self._phase is _Phase.BODY and self._plan.ends:
+        if self._phase is not _Phase.CALL and self._plan.ends:
             allowed_V[list(self._plan.ends)] = self._grammar.is_accepting()
+        if self._phase is _Phase.BODY_OR_CALL:
+            allowed_V[self._plan.tool_call] = True
         if not self.is_complete and not allowed_V.any():
             raise RequestError("the constraint leaves no token that could come next", param="constraint")
         return allowed_V
 
     def accept(self, token: int) -> bool:
         """Read the next token; False, and nothing changes, if it is not allowed."""
-        place = self._plan.places.get(self._phase)
+        place, left = self._plan.places.get(self._phase), self._grammar
         if place is not None:
             phase = place.next(token, self._phase)
-        elif self._phase is _Phase.BODY and token in self._plan.ends:
+        elif self._phase is _Phase.BODY_OR_CALL and token == self._plan.tool_call:
+            phase = _Phase.CALL
+        elif self._phase is _Phase.BODY_OR_CALL and token not in self._plan.ends:
+            self._grammar = _copy(left)
+            phase = _Phase.BODY if self._reads(token) else None
+            if phase is None:
+                self._grammar = left
+        elif self._phase is not _Phase.CALL and token in self._plan.ends:
             phase = _Phase.ENDED if self._grammar.is_accepting() else None
-        elif not 0 <= token < self._plan.vocab_size or self._grammar.try_consume_tokens([token]) == 0:
-            self._check()
+        elif not self._reads(token):
             phase = None
         else:
             ends_call = self._phase is _Phase.CALL and self._grammar.is_accepting()
@@ -126,12 +145,18 @@ class Matcher:
         if phase is None:
             return False
         if phase is not self._phase:
-            self._left.append(_Left(self._num_tokens, self._phase, self._grammar))
+            self._left.append(_Left(self._num_tokens, self._phase, left))
+            if (self._phase, phase) != (_Phase.BODY_OR_CALL, _Phase.BODY):
+                self._grammar = self._plan.grammar(phase)
             self._phase = phase
-            has_grammar = phase in (_Phase.CALL, _Phase.BODY)
-            self._grammar = self._plan.grammar.deep_copy() if has_grammar else None
         self._num_tokens += 1
         return True
+
+    def _reads(self, token: int) -> bool:
+        if 0 <= token < self._plan.vocab_size and self._grammar.try_consume_tokens([token]) > 0:
+            return True
+        self._check()
+        return False
 
     def masks(self, drafts: Sequence[int]) -> list[NDArray[np.bool_] | None]:
         """``mask`` here and after each of ``drafts``; the state stays.
@@ -177,7 +202,7 @@ class Matcher:
         place = self._plan.places.get(self._phase)
         if place is not None:
             return self._phase in (_Phase.ENDED, _Phase.AFTER_CALL) or _Phase.ENDED in place.moves.values()
-        return self._phase is _Phase.BODY and self._grammar.is_accepting()
+        return self._phase is not _Phase.CALL and self._grammar.is_accepting()
 
     @property
     def is_finished(self) -> bool:
@@ -225,12 +250,13 @@ class Constraints:
             moves = {self._id_of("</think>"): _Phase.BODY}
             places[_Phase.THOUGHT] = _Place(self._all_but(barred), moves)
         ends = self._ends_of_text or self._ends
-        return Matcher(_Plan(places, self._body(constraint), ends, self._tokenizer.vocab_size), phase)
+        return Matcher(_Plan(places, ends, self._tokenizer.vocab_size, body=self._body(constraint)), phase)
 
     def _tool_calls(self, constraint: ToolConstraint, *, after_reasoning: bool) -> Matcher:
         tool_call = self._id_of("<tool_call>")
         grammar = self._call_grammar(constraint)
-        start = _Phase.FIRST_CALL if constraint.required else _Phase.TEXT
+        is_bound = constraint.required or constraint.output is not None
+        start = _Phase.FIRST_CALL if constraint.required else _Phase.BODY_OR_CALL if is_bound else _Phase.TEXT
         calls = {tool_call: _Phase.CALL}
         text_ends = dict.fromkeys(self._ends_of_text or self._ends, _Phase.ENDED)
         after = dict.fromkeys(self._ends_of_calls or self._ends, _Phase.ENDED)
@@ -243,12 +269,16 @@ class Constraints:
             _Phase.ENDED: self._ended,
         }
         if after_reasoning:
-            allowed_V = self._all_but(self._ends) if constraint.required else None
+            allowed_V = self._all_but(self._ends) if is_bound else None
             moves = {**calls, self._id_of("</think>"): start}
-            if not constraint.required:
+            if not is_bound:
                 moves |= dict.fromkeys(self._ends, _Phase.ENDED)
             places[_Phase.THOUGHT] = _Place(allowed_V, moves)
-        plan = _Plan(places, grammar, frozenset(), self._tokenizer.vocab_size)
+        vocab_size, ends = self._tokenizer.vocab_size, frozenset[int]()
+        body = None if start is not _Phase.BODY_OR_CALL or constraint.output is None else self._body(constraint.output)
+        if body is not None:
+            ends = self._ends_of_text or self._ends
+        plan = _Plan(places, ends, vocab_size, call=grammar, body=body, tool_call=tool_call)
         return Matcher(plan, _Phase.THOUGHT if after_reasoning else start)
 
     def _body(self, constraint: JsonConstraint | RegexConstraint) -> Any:
@@ -325,7 +355,7 @@ class Constraints:
     @cached_property
     def _tokens(self) -> Any:
         """The vocabulary in llguidance's form; its end token is an id of our own after the last real one."""
-        wrapper = self._library.TokenizerWrapper(_Vocabulary(self._tokenizer))
+        wrapper = self._library.TokenizerWrapper(Vocabulary(self._tokenizer))
         return self._library.LLTokenizer(wrapper, eos_token=self._tokenizer.vocab_size)
 
     @cached_property
@@ -353,36 +383,6 @@ class Constraints:
             return self._tokenizer.id_of(tag)
         except DataError as error:
             raise RequestError(f"the constraint needs the tag {tag}: {error}", param="constraint") from error
-
-
-class _Vocabulary:
-    """What llguidance asks of a tokenizer. Added tokens are special: no text is made of them."""
-
-    bos_token_id = None
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.eos_token_id = tokenizer.vocab_size
-        self._holes: set[int] = set()  # ids below the highest one that stand for nothing
-        self.tokens = [self._bytes_of(token) for token in range(tokenizer.vocab_size)] + [b"<end>"]
-        self.special_token_ids = [*sorted(tokenizer.added_ids | self._holes), tokenizer.vocab_size]
-
-    def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode())
-
-    def _bytes_of(self, token: int) -> bytes:
-        try:
-            return self._tokenizer.token_bytes(token)
-        except DataError:
-            self._holes.add(token)
-            return f"<hole {token}>".encode()
-
-
-def ends_in_thought(tokens: Sequence[int], tokenizer: Tokenizer) -> bool:
-    """Whether a prompt leaves ``<think>`` open, so that the reply starts inside a thought."""
-    opening, closing = tokenizer.find("<think>"), tokenizer.find("</think>")
-    last = next((token for token in reversed(tokens) if token in (opening, closing)), None)
-    return last is not None and last == opening
 
 
 def _copy(grammar: Any) -> Any:

@@ -133,7 +133,10 @@ class EngineCore:
             aging_steps=self.settings.aging_steps,
         )
         self._live[id] = _Live(sequence, sink)
-        self._queue.add(id, sequence.rank)
+        if sequence.finish is None:
+            self._queue.add(id, sequence.rank)
+        else:  # resumed where it was at its end
+            self._retire(sequence)
 
     def abort(self, id: str, finish: Finish = Finish.ABORTED) -> bool:
         """End a request now and free its pages; False if it is not live."""
@@ -213,7 +216,7 @@ class EngineCore:
             seq.num_computed = match.num_tokens
             if seq.cached_tokens is None:
                 seq.cached_tokens = match.num_tokens
-                self._totals.prompt_tokens += seq.num_prompt
+                self._totals.prompt_tokens += len(seq.request.tokens)
                 self._totals.cached_tokens += match.num_tokens
         lacking = plan.num_new_pages - self.allocator.num_free
         if lacking > 0:
@@ -254,7 +257,7 @@ class EngineCore:
         seq.num_computed = chunk.start + chunk.count
         if seq.num_computed == len(seq.tokens):
             self._share(seq)
-            if seq.max_total == seq.num_prompt:
+            if seq.max_total == len(seq.tokens):
                 seq.finish = Finish.LENGTH
             elif self._is_constrained(seq, 0):
                 (gained,) = self._verifier.gain([seq], [0], self.runner.last_logits(done))

@@ -334,4 +334,4 @@ class Engine:
 def _whole(deltas: Sequence[TokenDelta], request: GenerationRequest) -> Completion:
     if deltas[-1].finish is Finish.ERROR and deltas[-1].error is not None:
         raise EngineUnavailable(deltas[-1].error)
-    return Completion.of(deltas, prompt_tokens=len(request.tokens))
+    return Completion.of(deltas, prompt_tokens=request.num_prompt)

@@ -15,6 +15,7 @@ from yunque.engine.penalties import Penalties
 from yunque.engine.sampler import RowSampling
 from yunque.engine.scheduler import Rank
 from yunque.engine.stops import StopWatch
+from yunque.protocol.errors import RequestError
 from yunque.protocol.generation import Finish, GenerationRequest, TokenDelta, TopToken
 
 
@@ -33,9 +34,9 @@ class NewToken:
 class Sequence:
     """A request's state, changed by the engine alone.
 
-    ``tokens``: prompt and reply. Rows of the first ``num_computed`` exist in the main layers' pages. ``drafts`` are
-    proposed to follow the last token, ``draft_laws`` their distributions where the acceptance rule needs them;
-    ``masks`` are what a constraint leaves after the last token and after each draft.
+    ``tokens``: prompt (the first ``num_prompt``) and reply. Rows of the first ``num_computed`` exist in the main
+    layers' pages. ``drafts`` are proposed to follow the last token, ``draft_laws`` their distributions where the
+    acceptance rule needs them; ``masks`` are what a constraint leaves after the last token and after each draft.
     """
 
     request: GenerationRequest
@@ -65,8 +66,8 @@ class Sequence:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        self.tokens = list(self.request.tokens)
-        self.num_prompt = len(self.tokens)
+        self.num_prompt = self.request.num_prompt
+        self.tokens = list(self.request.tokens[: self.num_prompt])
         self._pages = np.zeros(pages_for(self.max_total, self.page_size), np.int64)
 
     @property
@@ -137,27 +138,45 @@ class Sequence:
 
     def add(self, new: NewToken, version: int) -> bool:
         """Take a sampled token; whether the sequence goes on after it."""
-        params = self.request.sampling
-        self.tokens.append(new.token)
         self._new.append((new, version))
+        is_allowed = self._read(new.token)
+        assert is_allowed, f"request {self.id}: the constraint did not allow token {new.token}"
+        return self.finish is None
+
+    def resume(self, made: Tokens[int]) -> None:
+        """Take the beginning of a reply that was made elsewhere, as if it had been sampled here. Raises
+        ``RequestError`` if it cannot have been, or goes on behind its end."""
+        for index, token in enumerate(made):
+            if self.finish is not None:
+                raise RequestError(
+                    f"resume_token_ids goes on after the reply's end: {index} ids are all of it",
+                    param="resume_token_ids",
+                )
+            if not self._read(token):
+                raise RequestError(
+                    f"resume_token_ids[{index}] is {token}, which the constraint does not allow there",
+                    param="resume_token_ids",
+                )
+
+    def _read(self, token: int) -> bool:
+        """Note the reply's next token, and whether it ends the reply; False if the constraint forbids it."""
+        params = self.request.sampling
+        self.tokens.append(token)
         penalties: Penalties | None = self.row.penalties
         if penalties is not None:
-            penalties.observe(new.token)
+            penalties.observe(token)
         num_new = len(self.tokens) - self.num_prompt
         if num_new >= params.min_new_tokens:
             self.row.barred_ids = ()
-        if new.token in params.stop_ids:
-            self.finish, self.stopped_by = Finish.STOP, new.token
-            return False
-        if self.watch is not None and (match := self.watch.feed(new.token)) is not None:
+        if token in params.stop_ids:
+            self.finish, self.stopped_by = Finish.STOP, token
+        elif self.watch is not None and (match := self.watch.feed(token)) is not None:
             self.finish, self.stopped_by = Finish.STOP, match.stop
+        elif self.matcher is not None and not self.matcher.accept(token):
             return False
-        if self.matcher is not None:
-            is_allowed = self.matcher.accept(new.token)
-            assert is_allowed, f"request {self.id}: the constraint did not allow token {new.token}"
-        if len(self.tokens) >= self.max_total:
+        elif len(self.tokens) >= self.max_total:
             self.finish = Finish.LENGTH
-        return self.finish is None
+        return True
 
     def take_delta(self) -> TokenDelta | None:
         """What is new since the last call, or ``None``."""

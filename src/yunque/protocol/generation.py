@@ -46,12 +46,14 @@ class ToolConstraint:
     """Tool calls are of ``tools`` and their arguments of the tools' schemas.
 
     ``required``: at least one call; ``parallel``: more than one allowed; text before the calls stays free unless a
-    call is required, when none is allowed.
+    call is required, when none is allowed. ``output``: the reply after the thinking is either calls alone or text of
+    that form (not with ``required``).
     """
 
     tools: tuple[ToolSpec, ...]
     required: bool = False
     parallel: bool = True
+    output: JsonConstraint | RegexConstraint | None = None
 
 
 Constraint = JsonConstraint | RegexConstraint | ToolConstraint
@@ -119,6 +121,10 @@ class GenerationRequest:
     ``id`` is unique among live requests. ``session`` groups requests that share a prefix (routing). A larger
     ``priority`` goes first. ``prompt_logprobs`` asks for the log-probability of every prompt token but the first.
     Requests of different ``cache_salt`` never share cached rows.
+
+    ``reply_start`` resumes a reply that was begun elsewhere: the tokens from that index on are its beginning. They
+    count as made (``max_new_tokens``, ``min_new_tokens``, penalties, stops, the constraint), and the deltas have what
+    follows them, which is what the uninterrupted reply would have gone on with. None: nothing was made yet.
     """
 
     id: str
@@ -128,6 +134,12 @@ class GenerationRequest:
     priority: int = 0
     prompt_logprobs: bool = False
     cache_salt: str | None = None
+    reply_start: int | None = None
+
+    @property
+    def num_prompt(self) -> int:
+        """How many of ``tokens`` are the prompt."""
+        return len(self.tokens) if self.reply_start is None else self.reply_start
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,12 @@ from yunque.core.records import Message, ToolSpec, parse_json
 from yunque.protocol.effort import effort_options
 from yunque.protocol.errors import RequestError
 from yunque.protocol.generation import JsonConstraint
-from yunque.protocol.sampling_fields import ID_LIST_SCHEMA, Count, SamplingFields, token_ids
+from yunque.protocol.sampling_fields import ID_LIST_SCHEMA, Count, ReplyFields, SamplingFields, token_ids
 
 IGNORED_FIELDS = (
     "add_special_tokens",
     "allowed_openai_params",
     "best_of",
-    "cache_salt",
     "extra_body",
     "include_stop_str_in_output",
     "metadata",
@@ -119,7 +118,7 @@ class Thinking(BaseModel):
     clear_thinking: bool | None = None
 
 
-class ChatCompletionRequest(SamplingFields):
+class ChatCompletionRequest(SamplingFields, ReplyFields):
     """``POST /v1/chat/completions``."""
 
     model_config = ConfigDict(extra="allow")
@@ -167,7 +166,7 @@ class ChatCompletionRequest(SamplingFields):
         return options | effort_options(self.reasoning_effort) | (self.chat_template_kwargs or {})
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, ReplyFields):
     """``POST /v1/completions``. The spelling of a special token in a text prompt means that token."""
 
     model_config = ConfigDict(extra="allow")

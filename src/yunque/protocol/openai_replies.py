@@ -57,11 +57,12 @@ def chat_message(content: str, reasoning: str | None, calls: Sequence[ToolCall])
     return message
 
 
-def token_fields(deltas: Sequence[TokenDelta]) -> dict[str, Any]:
-    """``token_ids``, and beside them the policy version that made each one."""
+def token_fields(deltas: Sequence[TokenDelta], resumed: Sequence[int] = ()) -> dict[str, Any]:
+    """``token_ids``, and beside them the policy version that made each one; null for those of ``resumed``, which
+    stand before the deltas."""
     return {
-        "token_ids": [token for delta in deltas for token in delta.tokens],
-        "weight_versions": [version for delta in deltas for version in delta.versions],
+        "token_ids": [*resumed, *(token for delta in deltas for token in delta.tokens)],
+        "weight_versions": [*[None] * len(resumed), *(version for delta in deltas for version in delta.versions)],
     }
 
 

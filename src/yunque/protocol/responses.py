@@ -178,6 +178,7 @@ class ResponsesRequest(_Wire):
     metadata: dict[str, Any] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     prompt: dict[str, Any] | None = None

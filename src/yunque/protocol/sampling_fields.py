@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
 
 from yunque.protocol.errors import RequestError
 from yunque.protocol.generation import Constraint, JsonConstraint, RegexConstraint, SamplingParams
@@ -21,6 +21,7 @@ Penalty = Annotated[float, Field(ge=-100, le=100)]
 
 ID_LIST_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 """How a list of token ids stands in the OpenAPI document; ``token_ids`` checks it."""
+_RESUMED = {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0}}
 
 
 class SamplingFields(BaseModel):
@@ -79,6 +80,24 @@ class SamplingFields(BaseModel):
             num_top=num_top,
             constraint=structured(self.structured_outputs) if constraint is None else constraint,
         )
+
+
+class ReplyFields(BaseModel):
+    """Fields of requests that concern the reply as a whole. Requests of different ``cache_salt`` share no cached rows
+    (vLLM's). ``resume_token_ids`` (ours): the beginning of the reply, made by another engine."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    cache_salt: Annotated[str, Field(min_length=1)] | None = None
+    resume_token_ids: Annotated[list[Any] | None, WithJsonSchema(_RESUMED)] = None
+
+    def resumed(self, *, vocab_size: int, num_replies: int) -> tuple[int, ...]:
+        """The ids that the reply begins with; ``RequestError`` where there are several replies."""
+        if not self.resume_token_ids:
+            return ()
+        if num_replies != 1:
+            raise RequestError(f"{num_replies} replies cannot be resumed at once", param="resume_token_ids")
+        return token_ids(self.resume_token_ids, param="resume_token_ids", vocab_size=vocab_size)
 
 
 def stops(stop: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from yunque.protocol.sampling_fields import (
     MinP,
     Penalty,
     Repetition,
+    ReplyFields,
     Seed,
     Temperature,
     TopK,
@@ -99,8 +100,10 @@ class SglangSampling(BaseModel):
         return JsonConstraint(schema)
 
 
-class SglangGenerateRequest(BaseModel):
-    """The request: ``input_ids`` or ``text``, one or a list of them. ``logprob_start_len`` -1: no prompt tokens."""
+class SglangGenerateRequest(ReplyFields):
+    """The request: ``input_ids`` or ``text``, one or a list of them. ``logprob_start_len`` -1: no prompt tokens.
+    ``incremental_streaming_output``: events carry only what is new. Of a reply that is resumed (``resume_token_ids``)
+    what follows those ids is answered."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -112,6 +115,7 @@ class SglangGenerateRequest(BaseModel):
     top_logprobs_num: Annotated[int, Field(ge=0, le=100)] | None = None
     return_text_in_logprobs: bool | None = None
     stream: bool | None = None
+    incremental_streaming_output: bool | None = None
     rid: str | list[str] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 

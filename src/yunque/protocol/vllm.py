@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import ConfigDict, Field, WithJsonSchema
 
 from yunque.protocol.generation import TokenDelta
+from yunque.protocol.openai import StreamOptions
 from yunque.protocol.openai_replies import finite
-from yunque.protocol.sampling_fields import ID_LIST_SCHEMA, SamplingFields
+from yunque.protocol.sampling_fields import ID_LIST_SCHEMA, ReplyFields, SamplingFields
 
 SESSION_HEADER = "X-Session-ID"
 """Requests of one rollout carry the same value, so that they find their cached prefix."""
@@ -24,8 +25,9 @@ class VllmSampling(SamplingFields):
     record_kept: bool | None = None
 
 
-class VllmGenerateRequest(BaseModel):
-    """The request. ``priority``: the smaller goes first, as in vLLM. ``cache_salt`` and unknown fields are ignored."""
+class VllmGenerateRequest(ReplyFields):
+    """The request. ``priority``: the smaller goes first, as in vLLM. Unknown fields are ignored. Of a reply that is
+    resumed (``resume_token_ids``) what follows those ids is answered."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -35,14 +37,15 @@ class VllmGenerateRequest(BaseModel):
     request_id: str | None = None
     return_token_ids: bool | None = None
     stream: bool | None = None
+    stream_options: StreamOptions | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
 
 
 def vllm_choice(
-    index: int, deltas: Sequence[TokenDelta], finish_reason: str, *, logprobs: bool, kept: bool
+    index: int, deltas: Sequence[TokenDelta], finish_reason: str | None, *, logprobs: bool, kept: bool
 ) -> dict[str, Any]:
     """One choice. Its log-probabilities are those of the distribution that the tokens were drawn from (the behaviour
-    policy's); ``top_logprobs`` are the model's own."""
+    policy's); ``top_logprobs`` are the model's own. In ``sampling_mask`` null is a place where every token was left."""
     choice: dict[str, Any] = {
         "index": index,
         "token_ids": [token for delta in deltas for token in delta.tokens],
@@ -52,8 +55,8 @@ def vllm_choice(
     }
     if logprobs:
         choice["logprobs"] = {"content": [entry for delta in deltas for entry in _entries(delta)]}
-    if kept and all(ids is not None for delta in deltas for ids in delta.kept):
-        choice["sampling_mask"] = [list(ids or ()) for delta in deltas for ids in delta.kept]
+    if kept:
+        choice["sampling_mask"] = [None if ids is None else list(ids) for delta in deltas for ids in delta.kept]
     return choice
 
 

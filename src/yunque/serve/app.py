@@ -60,7 +60,12 @@ def _state_routes(context: ServeContext) -> APIRouter:
     @router.get("/health", summary="Whether a token can be made now")
     async def health() -> JsonResponse:
         found, info = context.service.health(), context.service.info
-        body = {"status": "ok" if found.ok else "unavailable", "model": info.model_name, "version": info.version}
+        body: dict[str, Any] = {
+            "status": "ok" if found.ok else "unavailable",
+            "model": info.model_name,
+            "version": info.version,
+            "resumes": True,  # a router may send resume_token_ids
+        }
         return JsonResponse(body | ({} if found.ok else {"reason": found.reason}), 200 if found.ok else 503)
 
     @router.get("/metrics", summary="Prometheus metrics", response_class=Response)

@@ -79,6 +79,8 @@ def chat_turn(body: ChatCompletionRequest, context: ServeContext, *, session: st
         ),
         session=session or body.prompt_cache_key,
         priority=-(body.priority or 0),
+        cache_salt=body.cache_salt,
+        resumed=body.resumed(vocab_size=context.service.info.vocab_size, num_replies=body.num_choices),
     )
 
 
@@ -120,9 +122,9 @@ class _Writer:
                 "index": index,
                 "message": chat_message(turn.content, turn.reasoning, turn.tool_calls),
                 "finish_reason": turn.end.reason,
-                "stop_reason": turn.end.stop_string,
+                "stop_reason": turn.end.stop_reason,
                 "logprobs": self._logprobs(turn.deltas),
-                **(token_fields(turn.deltas) if self._body.return_token_ids else {}),
+                **(token_fields(turn.deltas, turn.resumed) if self._body.return_token_ids else {}),
             }
             for index, turn in enumerate(turns)
         ]
@@ -149,7 +151,7 @@ class _Writer:
                         "index": index,
                         "delta": {},
                         "finish_reason": step.end.reason,
-                        "stop_reason": step.end.stop_string,
+                        "stop_reason": step.end.stop_reason,
                     }
                 )
         if self._body.stream_options is not None and self._body.stream_options.include_usage:
@@ -159,7 +161,9 @@ class _Writer:
 
     def _step(self, index: int, step: TurnStep) -> dict[str, Any] | None:
         delta = chat_delta(step.events)
-        has_tokens = bool(step.delta.tokens) and bool(self._body.return_token_ids or self._body.logprobs)
+        has_tokens = bool(step.resumed or step.delta.tokens) and bool(
+            self._body.return_token_ids or self._body.logprobs
+        )
         if not delta and not has_tokens:
             return None
         return {
@@ -167,7 +171,7 @@ class _Writer:
             "delta": delta,
             "finish_reason": None,
             "logprobs": self._logprobs((step.delta,)),
-            **(token_fields((step.delta,)) if self._body.return_token_ids else {}),
+            **(token_fields((step.delta,), step.resumed) if self._body.return_token_ids else {}),
         }
 
     def _chunk(self, choice: Mapping[str, Any], **fields: Any) -> bytes:

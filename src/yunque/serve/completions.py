@@ -83,6 +83,9 @@ async def _read(body: CompletionRequest, context: ServeContext, *, session: str 
     given = prompts_of(body.prompt, vocab_size=vocab_size)
     if len(given) * body.num_choices > MAX_CHOICES:
         raise RequestError(f"{len(given)} prompts times n {body.num_choices} exceed {MAX_CHOICES}", param="prompt")
+    resumed = body.resumed(vocab_size=vocab_size, num_replies=len(given) * body.num_choices)
+    if resumed and body.echo:
+        raise RequestError("echo and resume_token_ids exclude each other", param="resume_token_ids")
     sampling = body.params(
         max_new_tokens=None if body.max_tokens is None else max(body.max_tokens, 1),
         vocab_size=vocab_size,
@@ -96,6 +99,8 @@ async def _read(body: CompletionRequest, context: ServeContext, *, session: str 
         session=session or body.prompt_cache_key,
         priority=-(body.priority or 0),
         logprobs=bool(body.echo) and body.logprobs is not None,
+        cache_salt=body.cache_salt,
+        resumed=resumed,
     )
     prompts = []
     for prompt in given:
@@ -119,9 +124,10 @@ class _Writer:
         for index, turn in enumerate(turns):
             step = TurnStep(turn.deltas[0], ())
             echo = self._echo(index, step) if self._body.echo else None
-            body = self._choice(index, turn.content, turn.deltas, len(echo["text"]) if echo else 0)
+            offset = len(echo["text"]) if echo else 0
+            body = self._choice(index, turn.content, turn.deltas, offset, turn.resumed)
             choice = _joined(echo, body) if echo else body
-            finish = {"finish_reason": turn.end.reason, "stop_reason": turn.end.stop_string}
+            finish = {"finish_reason": turn.end.reason, "stop_reason": turn.end.stop_reason}
             choices.append(choice | finish | self._prompt_ids(index))
         return self._head.body(choices, usage=self._usage({i: turn.end.usage for i, turn in enumerate(turns)}))
 
@@ -142,10 +148,10 @@ class _Writer:
                 elif self._body.return_token_ids:
                     yield self._chunk(self._choice(index, "", (), 0) | self._prompt_ids(index))
             text = "".join(event.text for event in step.events if isinstance(event, TextDelta))
-            reason = None if step.end is None else step.end.reason
+            finish = {} if step.end is None else {"stop_reason": step.end.stop_reason}
+            finish |= {"finish_reason": None if step.end is None else step.end.reason}
             if text or step.end is not None or self._body.logprobs is not None or self._body.return_token_ids:
-                chunk = self._choice(index, text, (step.delta,), offsets[index])
-                yield self._chunk(chunk | {"finish_reason": reason})
+                yield self._chunk(self._choice(index, text, (step.delta,), offsets[index], step.resumed) | finish)
             offsets[index] += len(text)
             if step.end is not None:
                 usages[index] = step.end.usage
@@ -153,7 +159,10 @@ class _Writer:
             yield encode_event(dump(self._head.body([], usage=self._usage(usages))))
         yield encode_event(DONE)
 
-    def _choice(self, index: int, text: str, deltas: Sequence[Any], offset: int) -> dict[str, Any]:
+    def _choice(
+        self, index: int, text: str, deltas: Sequence[Any], offset: int, resumed: tuple[int, ...] = ()
+    ) -> dict[str, Any]:
+        offset += len(self._tokenizer.decode(resumed))
         if not self._asked.shows_reply:
             text, deltas = "", ()
         tokens = [token for delta in deltas for token in delta.tokens]
@@ -164,7 +173,7 @@ class _Writer:
             "text": text,
             "finish_reason": None,
             "logprobs": self._logprobs(tokens, logprobs, tops, offset),
-            **(token_fields(deltas) if self._body.return_token_ids else {}),
+            **(token_fields(deltas, resumed) if self._body.return_token_ids else {}),
         }
 
     def _echo(self, index: int, first: TurnStep) -> dict[str, Any]:

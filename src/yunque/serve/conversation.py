@@ -69,7 +69,8 @@ class ToolChoice:
 class ChatTurn:
     """What a client asks for, in no dialect. ``template`` holds ``chat_template_kwargs`` (enable_thinking,
     clear_thinking, reasoning_effort); ``output`` is the form that the answer must have; ``sampling`` has neither the
-    chat format's stop ids nor a constraint: ``Conversations.prepare`` adds them."""
+    chat format's stop ids nor a constraint: ``Conversations.prepare`` adds them. ``resumed`` are ids that the reply
+    begins with (another engine made them)."""
 
     messages: tuple[Message, ...]
     tools: tuple[ToolSpec, ...] = ()
@@ -80,6 +81,8 @@ class ChatTurn:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     session: str | None = None
     priority: int = 0
+    cache_salt: str | None = None
+    resumed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,8 @@ class PreparedTurn:
     sampling: SamplingParams
     session: str | None = None
     priority: int = 0
+    cache_salt: str | None = None
+    resumed: tuple[int, ...] = ()
 
 
 class Conversations:
@@ -127,7 +132,16 @@ class Conversations:
             logit_bias={**chat.sampling.logit_bias, **bias},
             constraint=constraint,
         )
-        return PreparedTurn(prompt, rendered.opens_reasoning, chat.tools, sampling, chat.session, chat.priority)
+        return PreparedTurn(
+            prompt,
+            rendered.opens_reasoning,
+            chat.tools,
+            sampling,
+            session=chat.session,
+            priority=chat.priority,
+            cache_salt=chat.cache_salt,
+            resumed=chat.resumed,
+        )
 
     async def render(self, chat: ChatTurn, *, add_generation_prompt: bool = True) -> Rendered:
         """The ids of a chat; a long one is rendered in a thread. Raises ``RequestError``."""
@@ -160,13 +174,16 @@ class Conversations:
             sampling = replace(sampling, seed=sampling.seed + choice)
         request = GenerationRequest(
             id=f"{request_id or uuid.uuid4().hex}-{choice}",
-            tokens=turn.prompt,
+            tokens=turn.prompt + turn.resumed,
             sampling=sampling,
             session=turn.session,
             priority=turn.priority,
+            cache_salt=turn.cache_salt,
+            reply_start=len(turn.prompt) if turn.resumed else None,
         )
         reader = TurnReader(self.renderer.tokenizer, turn.tools, in_reasoning=turn.opens_reasoning, stops=sampling.stop)
-        steps = TurnSteps(self.service.submit(request), reader, len(turn.prompt), self._observer)
+        deltas = self.service.submit(request)
+        steps = TurnSteps(deltas, reader, len(turn.prompt), self._observer, resumed=turn.resumed)
         self.live[request.id] = steps
         return steps
 
@@ -192,11 +209,7 @@ class Conversations:
             case "none" if tools:
                 return chat.output, {self.renderer.tokenizer.special["<tool_call>"]: BARRED}
             case "auto" if tools and chat.output is not None:
-                raise RequestError(
-                    "an output format and tools that may be called exclude each other here; "
-                    "set tool_choice to 'none' or 'required', or leave the format out",
-                    param="response_format",
-                )
+                return ToolConstraint(tools, parallel=chat.parallel_tool_calls, output=chat.output), {}
             case "auto" if tools and (not chat.parallel_tool_calls or any(map(_is_strict, tools))):
                 return ToolConstraint(tools, parallel=chat.parallel_tool_calls), {}
             case _:

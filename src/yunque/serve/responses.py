@@ -69,6 +69,7 @@ def response_turn(body: ResponsesRequest, enable_thinking: bool, *, session: str
         template=read_template(body, enable_thinking=enable_thinking),
         sampling=read_sampling(body),
         session=session or body.prompt_cache_key,
+        cache_salt=body.cache_salt,
     )
 
 

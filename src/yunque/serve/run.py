@@ -12,6 +12,7 @@ from fastapi import FastAPI
 
 from yunque.core.errors import ConfigError
 from yunque.protocol.generation import EngineService
+from yunque.serve.listener import listen, url_of
 from yunque.serve.settings import ServeSettings
 
 _CLOSE_MARGIN_S = 2.0
@@ -41,35 +42,19 @@ class Server(uvicorn.Server):
 
     def bind(self) -> str:
         """Take the port (0: any free one) and return the URL. Raises ``ConfigError`` where that cannot be done."""
-        host = self._settings.host.strip("[]")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        settings = self._settings
         try:
-            self._socket = self._listener(family, host)
+            self._socket = listen(settings.host, settings.port, send_timeout_s=settings.send_timeout_s)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host} port {self._settings.port}: {error.strerror}") from error
+            host = settings.host.strip("[]")
+            raise ConfigError(f"cannot listen on {host} port {settings.port}: {error.strerror}") from error
         return self.url
-
-    def _listener(self, family: socket.AddressFamily, host: str) -> socket.socket:
-        # Named as TCP, or asyncio does not see that it is and leaves Nagle's delay of 40 ms on every connection.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if (user_timeout := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:  # Linux
-                # Connections inherit it: one whose client takes nothing for so long is cut, and its reply aborted.
-                listener.setsockopt(socket.IPPROTO_TCP, user_timeout, round(self._settings.send_timeout_s * 1000))
-            listener.bind((host, self._settings.port))
-            listener.listen(2048)
-        except OSError:
-            listener.close()
-            raise
-        return listener
 
     @property
     def url(self) -> str:
         """Where the server is, with the port that it really has."""
         assert self._socket is not None, "bind first"
-        host, port = self._socket.getsockname()[:2]
-        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        return url_of(self._socket)
 
     def close(self) -> None:
         """Give the port back; ``answer`` does it by itself."""

@@ -3,13 +3,16 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from yunque.core.records import ToolCall
 from yunque.protocol.generation import Finish, TokenDelta
 from yunque.serve.turn_reader import CallEnd, TurnEvent
 from yunque.text import Malformed, ReasoningDelta, TextDelta
+
+PARTIAL = "partial"
+"""The ``stop_reason`` beside the ``finish_reason`` ``length`` of a reply that another engine may continue."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +39,21 @@ class TurnEnd:
     drafted: int = 0
     accepted: int = 0
 
+    @property
+    def stop_reason(self) -> str | None:
+        """vLLM's ``stop_reason``, and ``partial`` for a reply that was handed back unfinished."""
+        return PARTIAL if self.finish is Finish.PARTIAL else self.stop_string
+
 
 @dataclass(frozen=True)
 class TurnStep:
-    """One engine step: the tokens it made, the events they completed, and on the last step the end."""
+    """One engine step: the tokens it made, the events they completed, and on the last step the end. The first step
+    has the ids that the reply was resumed from: they come before ``delta.tokens``, and nothing is told of them."""
 
     delta: TokenDelta
     events: tuple[TurnEvent, ...]
     end: TurnEnd | None = None
+    resumed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class FinishedTurn:
     tool_calls: tuple[ToolCall, ...]
     deltas: tuple[TokenDelta, ...]
     end: TurnEnd
+    resumed: tuple[int, ...] = ()
 
 
 class DeltaReader(Protocol):
@@ -80,7 +91,8 @@ class TurnObserver(Protocol):
 class TurnSteps:
     """The steps of one turn, as an asynchronous iterator. ``aclose`` aborts the request, even before the first step.
 
-    An engine that fails ends the turn with ``Finish.ERROR``; the steps before it are right.
+    An engine that fails ends the turn with ``Finish.ERROR``; the steps before it are right. ``resumed`` are ids that
+    the reply begins with: they are shown with the first step, and count as made.
     """
 
     def __init__(
@@ -89,11 +101,15 @@ class TurnSteps:
         reader: DeltaReader,
         prompt_tokens: int,
         observer: TurnObserver | None,
+        *,
+        resumed: tuple[int, ...] = (),
     ) -> None:
         self._deltas = deltas
         self._reader = reader
         self._usage = Usage(prompt_tokens)
         self._observer = observer
+        self._resumed = resumed
+        self._has_tokens = False
         self._begin_s = time.monotonic()
         self._has_ended = False
         self._is_aborted = False
@@ -142,18 +158,21 @@ class TurnSteps:
             await close()
 
     def _step(self, delta: TokenDelta) -> TurnStep:
-        usage, events = self._usage, self._reader.read(delta)
+        resumed, self._resumed = self._resumed, ()
+        usage = self._usage
+        events = self._reader.read(replace(delta, tokens=resumed + delta.tokens) if resumed else delta)
         seconds = time.monotonic() - self._begin_s
-        if delta.tokens and not usage.completion_tokens and self._observer is not None:
+        if delta.tokens and not self._has_tokens and self._observer is not None:
             self._observer.first_token(seconds)
+        self._has_tokens = self._has_tokens or bool(delta.tokens)
         self._usage = usage = Usage(
             usage.prompt_tokens,
-            usage.completion_tokens + len(delta.tokens),
-            max(usage.cached_tokens, delta.cached_tokens or 0),
+            usage.completion_tokens + len(resumed) + len(delta.tokens),
+            max(usage.cached_tokens, min(delta.cached_tokens or 0, usage.prompt_tokens)),
             self._reader.reasoning_tokens,
         )
         if delta.finish is None:
-            return TurnStep(delta, events)
+            return TurnStep(delta, events, resumed=resumed)
         self._has_ended = True
         end = TurnEnd(
             reason=_reason(delta.finish, has_calls=self._reader.has_calls),
@@ -166,7 +185,7 @@ class TurnSteps:
         )
         if self._observer is not None:
             self._observer.turn_ended(end, seconds)
-        return TurnStep(delta, events, end)
+        return TurnStep(delta, events, end, resumed)
 
 
 async def collect(steps: TurnSteps) -> FinishedTurn:
@@ -175,10 +194,12 @@ async def collect(steps: TurnSteps) -> FinishedTurn:
     content: list[str] = []
     calls: list[ToolCall] = []
     deltas: list[TokenDelta] = []
+    resumed: tuple[int, ...] = ()
     end: TurnEnd | None = None
     try:
         async for step in steps:
             deltas.append(step.delta)
+            resumed += step.resumed
             end = step.end
             for event in step.events:
                 match event:
@@ -199,6 +220,7 @@ async def collect(steps: TurnSteps) -> FinishedTurn:
         tool_calls=tuple(calls),
         deltas=tuple(deltas),
         end=end,
+        resumed=resumed,
     )
 
 

@@ -3,7 +3,8 @@
 A reply is followed event by event. When its engine is lost, `TokenReply.next_body` asks another engine for the rest:
 the prompt with the sampled ids behind it, and as many fewer new tokens. What that engine says is merged into what the
 client would have seen of one engine: ids, log-probabilities and every other list with one entry per token are joined,
-counts are those of the whole reply.
+counts are those of the whole reply. An engine that resumes replies (Yunque's) gets the ids as ``resume_token_ids``
+instead: it knows what is prompt and what is reply, so penalties, constraints and stop strings go on too.
 """
 
 from __future__ import annotations
@@ -61,6 +62,8 @@ class TokenReply(abc.ABC):
     def __init__(self, body: Mapping[str, Any]) -> None:
         self.body = body
         self.wants_stream = bool(body.get("stream"))
+        self.is_partial = False
+        """Handed back by an engine that asks others to go on; these say ``abort``, and their clients may want that."""
         self.is_incremental: bool | None = None
         """Whether events carry only what is new; None until it can be told."""
         self.parts: list[dict[str, Any]] = []
@@ -87,11 +90,11 @@ class TokenReply(abc.ABC):
         """Finished without an end: the engine gave up the reply."""
         return self.is_finished and self._finish_type(self._last) == "abort"
 
-    def next_body(self, *, streams: bool) -> dict[str, Any]:
+    def next_body(self, *, streams: bool, resumes: bool = False) -> dict[str, Any]:
         """What to ask the next engine. Raises ``CannotContinue`` with the reason.
 
         ``streams``: ask for events although the client wants the reply in one piece, so that tokens are known as
-        soon as they are made.
+        soon as they are made. ``resumes``: the engine takes the beginning of a reply.
         """
         if self._is_unknown:
             raise CannotContinue("the lost engine gave no token ids")
@@ -103,7 +106,10 @@ class TokenReply(abc.ABC):
             body |= {"stream": True, **self.stream_fields}
         if not self._before.ids:
             return body
-        sampling = dict(body.get("sampling_params") or {})
+        body["sampling_params"] = sampling = dict(body.get("sampling_params") or {})
+        if resumes:
+            body["resume_token_ids"] = [*(body.get("resume_token_ids") or ()), *self._before.ids]
+            return self._as_rest(body)
         _refuse_look_back(sampling)
         made = len(self._before.ids)
         limit = sampling.get(self.limit_field, self.default_limit)
@@ -112,7 +118,6 @@ class TokenReply(abc.ABC):
         if sampling.get(self.minimum_field):
             sampling[self.minimum_field] = max(0, sampling[self.minimum_field] - made)
         body[self.prompt_field] = [*self.body[self.prompt_field], *self._before.ids]
-        body["sampling_params"] = sampling
         return self._as_rest(body)
 
     def closing(self) -> dict[str, Any] | None:
@@ -307,7 +312,8 @@ class VllmReply(TokenReply):
         return (event.get("choices") or [{}])[0].get("finish_reason")
 
     def _version(self, event: Mapping[str, Any]) -> Any:
-        return event.get("weight_version", (self._last or {}).get("weight_version"))
+        versions = self._now.named.get("weight_versions") or [(self._last or {}).get("weight_version")]
+        return event.get("weight_version", versions[-1])
 
 
 _OF_THE_PROMPT = ("id", "prompt_tokens", "cached_tokens", "input_token_logprobs", "input_top_logprobs")

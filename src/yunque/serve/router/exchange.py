@@ -30,11 +30,12 @@ Headers = tuple[tuple[str, str], ...]
 @dataclass(frozen=True)
 class Failure:
     """An attempt that did not finish. ``sign``: what it says of the engine's health; ``is_final``: nobody else can
-    do better."""
+    do better; ``may_return``: the same engine may be asked again."""
 
     reason: str
     sign: Sign | None = None
     is_final: bool = False
+    may_return: bool = False
 
 
 class ClientSide:
@@ -44,6 +45,7 @@ class ClientSide:
     def __init__(self, send: Send) -> None:
         self._send = send
         self.is_started = False
+        self.is_ended = False
         self.is_events = False
 
     async def start(self, status: int, headers: Iterable[tuple[str, str]]) -> None:
@@ -59,6 +61,7 @@ class ClientSide:
         await self._tell({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
+        self.is_ended = True
         await self._tell({"type": "http.response.body", "body": data, "more_body": False})
 
     async def json(self, status: int, data: bytes, headers: Headers = ()) -> None:
@@ -110,7 +113,8 @@ async def follow(
 ) -> Failure | None:
     """Hand a reply on event by event while ``reply`` takes note; None when it is finished.
 
-    ``is_leaving`` is asked when the engine hands a reply back unfinished: one on its way out leaves it to others.
+    ``is_leaving`` is asked when the engine hands a reply back unfinished: one on its way out leaves it to others; one
+    that stays gets it again where the engine says that it may go on, and else the client has it as it is.
     ``on_event`` is called when ``reply`` has taken note of one more. Raises ``CannotContinue`` when a second engine
     does not fit the first, and httpx's errors.
     """
@@ -128,14 +132,16 @@ async def follow(
             return await _stopped_by(data, event, reply, client)
         told = reply.feed(data)
         on_event()
-        is_handed_back = reply.is_handed_back and told is not None and await is_leaving()
-        if is_handed_back and told is not None:
-            told = reply.reopen(told)
+        is_partial, goes_on, leaves = reply.is_partial, False, False
+        if reply.is_handed_back and told is not None:
+            leaves = await is_leaving()
+            goes_on = leaves or is_partial
+            told = reply.reopen(told) if goes_on else told
         if reply.wants_stream and told is not None:
             await client.start(200, headers)
             await client.write(event.raw if told is data else sse.encode(told))
-        if is_handed_back:
-            return Failure("handed back by a draining engine")
+        if goes_on:
+            return Failure(f"handed back by a {'draining' if leaves else 'paused'} engine", may_return=not leaves)
     if not reply.is_finished:
         return Failure("the stream ended before the reply did", Sign.SILENT)
     await finish(reply, client)

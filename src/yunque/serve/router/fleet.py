@@ -24,12 +24,14 @@ _log = get_logger(__name__)
 @dataclass(eq=False)
 class Backend:
     """One engine. ``scopes`` are its requests in flight, ``declines`` endpoints where it refuses or repeats streams,
-    ``is_stale`` whether it missed an exchange of weights."""
+    ``is_stale`` whether it missed an exchange of weights, ``resumes`` whether it takes ``resume_token_ids`` (its health
+    says so)."""
 
     url: str
     health: EngineHealth
     running: int = 0
     is_stale: bool = False
+    resumes: bool = False
     drain_until_s: float | None = None
     declines: set[str] = field(default_factory=set)
     scopes: set[anyio.CancelScope] = field(default_factory=set)
@@ -200,6 +202,7 @@ class Fleet:
             return Sign.SILENT, f"no answer within {self._settings.heartbeat.timeout_s:g} s"
         except httpx.TransportError as error:
             return Sign.SILENT, f"{type(error).__name__}: {error}"
+        backend.resumes = _says_that_it_resumes(response)
         if response.is_success:
             return Sign.OK, ""
         reason = f"{response.status_code}: {response.text[:200]}"
@@ -214,6 +217,14 @@ class Fleet:
         if self.is_usable():
             for scope in list(backend.scopes):
                 scope.cancel()
+
+
+def _says_that_it_resumes(response: httpx.Response) -> bool:
+    try:
+        body = response.json()
+    except ValueError:
+        return False
+    return isinstance(body, dict) and body.get("resumes") is True
 
 
 def normal_url(url: str) -> str:

@@ -91,11 +91,11 @@ class Relay:
         self._refusals: list[Refusal] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        outcome = "disconnected"
+        outcome, client = "disconnected", ClientSide(send)
         try:
             async with anyio.create_task_group() as group:
-                group.start_soon(_leave_with_client, receive, group.cancel_scope)
-                outcome = await self._serve(ClientSide(send))
+                group.start_soon(_leave_with_client, receive, client, group.cancel_scope)
+                outcome = await self._serve(client)
                 group.cancel_scope.cancel()
         finally:
             self._meters.requests.labels(self._call.label, outcome).inc()
@@ -120,6 +120,8 @@ class Relay:
             if outcome is None:
                 return "ok"
             tried = {backend.url} if self._tokens > made else tried | {backend.url}
+            if isinstance(outcome, Failure) and outcome.may_return:
+                tried -= {backend.url}
             if isinstance(outcome, Refusal):
                 self._refusals.append(outcome)
                 if sum(refusal.status == _BUSY for refusal in self._refusals) > 1:
@@ -164,7 +166,7 @@ class Relay:
 
     async def _exchange(self, backend: Backend, client: ClientSide) -> Refusal | Failure | None:
         path = self._call.path
-        content, is_upgraded = self._content(client, streams=path not in backend.declines)
+        content, is_upgraded = self._content(backend, client, streams=path not in backend.declines)
         is_continuation = self._tokens > 0 or client.is_started
         if is_continuation:
             self._meters.continuations.labels(self._call.label).inc()
@@ -173,7 +175,7 @@ class Relay:
         try:
             if is_upgraded and 400 <= response.status_code < 500 and response.status_code != _BUSY:
                 await response.aclose()
-                response = await self._ask(backend, self._content(client, streams=False)[0])
+                response = await self._ask(backend, self._content(backend, client, streams=False)[0])
                 if response.is_success:  # it was the stream that it did not want
                     backend.declines.add(path)
             if response.status_code in _REFUSALS:
@@ -195,12 +197,12 @@ class Relay:
         finally:
             await response.aclose()
 
-    def _content(self, client: ClientSide, *, streams: bool) -> tuple[bytes, bool]:
+    def _content(self, backend: Backend, client: ClientSide, *, streams: bool) -> tuple[bytes, bool]:
         """What to send, and whether it asks for a stream that the client did not ask for (only with ``streams``)."""
         if self._reply is None:
             return self._call.content, False
         try:
-            body = self._reply.next_body(streams=streams)
+            body = self._reply.next_body(streams=streams, resumes=backend.resumes)
         except CannotContinue as error:
             begun_anew = self._call.reply()
             if client.is_started or begun_anew is None:
@@ -263,7 +265,8 @@ def _is_whole(response: httpx.Response) -> bool:
     return not response.headers.get("content-type", "").startswith("text/event-stream")
 
 
-async def _leave_with_client(receive: Receive, scope: anyio.CancelScope) -> None:
+async def _leave_with_client(receive: Receive, client: ClientSide, scope: anyio.CancelScope) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-    scope.cancel()
+    if not client.is_ended:  # else what is left of the engine's answer is still read out
+        scope.cancel()

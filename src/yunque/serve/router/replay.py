@@ -33,6 +33,8 @@ class TextReply:
         self._seen: dict[tuple[str, int], int] = {}
         self._first: dict[str, Any] | None = None
         self._finish: str | None = None
+        self.is_partial = False
+        """Handed back by an engine that says that another may go on (Yunque's)."""
 
     @property
     def tokens(self) -> int:
@@ -46,14 +48,16 @@ class TextReply:
     @property
     def is_handed_back(self) -> bool:
         """Finished without an end: the engine gave up the reply."""
-        return self._finish == "abort"
+        return self._finish == "abort" or self.is_partial
 
     def reopen(self, told: dict[str, Any]) -> dict[str, Any]:
         """The reply was handed back and goes on elsewhere: ``told`` without its finish."""
-        self._finish = None
-        return {**told, "choices": [{**choice, "finish_reason": None} for choice in told["choices"]]}
+        self._finish, self.is_partial = None, False
+        open_ended = {"finish_reason": None, "stop_reason": None}
+        choices = [choice | {key: open_ended[key] for key in open_ended.keys() & choice} for choice in told["choices"]]
+        return {**told, "choices": choices}
 
-    def next_body(self, *, streams: bool) -> dict[str, Any]:  # noqa: ARG002 (a text reply always streams)
+    def next_body(self, *, streams: bool, resumes: bool = False) -> dict[str, Any]:  # noqa: ARG002
         """What to ask the next engine. Raises ``CannotContinue`` when text was said whose ids are not known."""
         body = {**self._body, "return_token_ids": True}
         if self._first is None:
@@ -84,6 +88,7 @@ class TextReply:
             if not self._is_caught_up:
                 raise CannotContinue("the next engine ended the reply before the point that was reached")
             self._finish = choice["finish_reason"]
+            self.is_partial = self._finish == "length" and choice.get("stop_reason") == "partial"
         if self._replayed is None and (self._gives_ids or not _tells_ids(event, choice)):
             return event
         return self._named({**event, "choices": [told]}) if self._has_news(told, event) else None

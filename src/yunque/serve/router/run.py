@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 
 import uvicorn
 
 from yunque.core.errors import ConfigError
+from yunque.serve.listener import listen, url_of
 from yunque.serve.router.app import create_router
 from yunque.serve.router.settings import RouterSettings
 from yunque.serve.settings import is_loopback
@@ -33,13 +33,7 @@ def run_router(
     if not is_loopback(host) and not settings.api_keys:
         raise ConfigError(f"--host {host} can be reached from other machines: give --api-key")
     app = create_router(backends, settings)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Named as TCP, or asyncio does not see that it is and leaves Nagle's delay of 40 ms on every connection.
-    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host.strip("[]"), port))
-        listener.listen(2048)
-        name = f"[{host.strip('[]')}]" if ":" in host else host
-        announce(f"http://{name}:{listener.getsockname()[1]}")
+    with listen(host, port) as listener:
+        announce(url_of(listener))
         config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S)
         uvicorn.Server(config).run(sockets=[listener])
