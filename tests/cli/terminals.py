@@ -1,5 +1,6 @@
 """A command at a pseudo-terminal of its own: typed at, and read until something is shown."""
 
+import contextlib
 import os
 import pty
 import select
@@ -55,6 +56,14 @@ class Terminal:
     def type(self, text: str) -> None:
         """Press these keys."""
         os.write(self._fd, text.encode())
+
+    def press_until(self, key: str, text: str) -> str:
+        """Press a key, and again after some seconds in vain as a person would, until ``text`` is shown."""
+        for _ in range(3):
+            self.type(key)
+            with contextlib.suppress(AssertionError):
+                return self.until(text, timeout_s=15.0)
+        raise AssertionError(f"{text!r} was not shown after pressing {key!r} three times")
 
     def until(self, text: str, timeout_s: float = 60.0) -> str:
         """What is shown from the last look on until ``text`` is shown."""
