@@ -1,6 +1,5 @@
 """A command at a pseudo-terminal of its own: typed at, and read until something is shown."""
 
-import contextlib
 import os
 import pty
 import select
@@ -14,9 +13,11 @@ from types import TracebackType
 
 import yunque
 
-# The command's terminal becomes its controlling one, so that Ctrl-C reaches it as a signal.
+# The command's terminal becomes its controlling one, so that Ctrl-C reaches it as a signal. Tests that a shell runs in
+# the background inherit from it that SIGINT is ignored; at a terminal it is not.
 START = """
-import fcntl, sys, termios
+import fcntl, signal, sys, termios
+signal.signal(signal.SIGINT, signal.default_int_handler)
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 from yunque.cli.main import main
 raise SystemExit(main(sys.argv[1:]))
@@ -56,14 +57,6 @@ class Terminal:
     def type(self, text: str) -> None:
         """Press these keys."""
         os.write(self._fd, text.encode())
-
-    def press_until(self, key: str, text: str) -> str:
-        """Press a key, and again after some seconds in vain as a person would, until ``text`` is shown."""
-        for _ in range(3):
-            self.type(key)
-            with contextlib.suppress(AssertionError):
-                return self.until(text, timeout_s=15.0)
-        raise AssertionError(f"{text!r} was not shown after pressing {key!r} three times")
 
     def until(self, text: str, timeout_s: float = 60.0) -> str:
         """What is shown from the last look on until ``text`` is shown."""
